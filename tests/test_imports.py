@@ -65,7 +65,7 @@ MODEL = """
                           engine engine/planning llm
 """
 SERVICE = """
-    settings            : model/errors model/api model/checkpoint model/pretrained model/names
+    settings            : model/errors model/api model/system model/checkpoint model/pretrained model/names
     sandbox             : model/errors model/system model/text
     core/request_context
     core/errors         : model/errors core/request_context

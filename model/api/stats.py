@@ -100,6 +100,7 @@ class ModelInfo:
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
     recorded_prompts: int = 0  # number of sizes of steps with prompts that have one
     recorded_batches: int = 0  # number of batch sizes that are encoded by a CUDA graph
+    threads: int = 0  # that compute on the CPU, for all models of the process
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
     state_slots: int = 0  # for the states of recurrent layers: two of each sequence, others for snapshots

@@ -92,6 +92,7 @@ def describe_model(
         recorded_sizes=_recorded(generate)[0],
         recorded_prompts=_recorded(generate)[1],
         memory_bytes=_memory_bytes(spec.engine, model, generate),
+        threads=torch.get_num_threads(),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
 

@@ -9,7 +9,7 @@ import struct
 import subprocess
 from collections.abc import Iterable
 
-from triptych.model.system import log_lines, python_child
+from triptych.model.system import cpu_threads, log_lines, python_child
 
 ENGINE_VARIABLE = "TRIPTYCH_ENGINE_MODULE"  # names another module that speaks the same frames, for measurements
 ENGINE = os.environ.get(ENGINE_VARIABLE) or "triptych.model.engine"  # the module of the engine process
@@ -62,8 +62,7 @@ class FrameSocket:
 def engine_environment() -> dict[str, str]:
     """Return the environment variables of a process that computes; torch reads them when it is imported."""
     environment = dict(os.environ)
-    # Ray sets this to the replica's number of CPUs; the engine chooses its threads itself.
-    environment.pop("OMP_NUM_THREADS", None)
+    environment[cpu_threads.VARIABLE] = str(cpu_threads.threads_of(environment))
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     environment[log_lines.VARIABLE] = log_lines.child_format()
     return environment

@@ -96,7 +96,10 @@ def _cache_lines(info: ModelInfo) -> list[str]:
 
 def _where(info: ModelInfo) -> str:
     ranks = info.tensor_parallel_size
-    return info.device if ranks == 1 else f"each of {ranks} ranks from {info.device} on"
+    one = info.device
+    if info.device == "cpu" and info.threads:
+        one += f" ({info.threads} thread{'s' * (info.threads > 1)})"
+    return one if ranks == 1 else f"each of {ranks} ranks from {info.device} on"
 
 
 def _routes(ready: Ready) -> list[str]:

@@ -23,11 +23,12 @@ from typing import Any, Literal
 from triptych.model.errors import ConfigError
 from triptych.model.native import build
 from triptych.model.system.cache_folders import untrusted, user_cache
+from triptych.model.system.cpu_threads import cpu_quota, threads_of, usable_cpus
 from triptych.model.system.host_memory import available_memory
 from triptych.service.settings import sources
 from triptych.service.settings.option_table import BY_NAME
 
-OPTIONS = tuple(BY_NAME[name] for name in ("host", "port"))
+OPTIONS = tuple(BY_NAME[name] for name in ("host", "port", "threads"))
 _GB = 1e9
 _FEW_BYTES = 5 * 1024**3  # free space in a cache below which there is a warning
 _FOR_WEIGHTS = 0.8  # share of the memory; the rest is for the KV cache and the processes
@@ -105,31 +106,15 @@ def _loaded(library: build.Built) -> Iterator[Check]:
         yield Check("kernels", "failure", f"{library.path} does not load: {error}", "remove the file")
 
 
-def _threads(_: Mapping[str, Any]) -> Iterator[Check]:
-    import torch
-
-    threads, allowed = torch.get_num_threads(), len(os.sched_getaffinity(0))
+def _threads(settings: Mapping[str, Any]) -> Iterator[Check]:
+    threads, allowed = settings.get("threads") or threads_of(os.environ), len(os.sched_getaffinity(0))
     quota = cpu_quota()
     limit = f", of a quota of {quota:g} CPUs" if quota is not None else ""
     found = f"{threads} threads on {allowed} CPUs{limit}"
-    most = min(allowed, quota if quota is not None else allowed)
-    if threads > max(1, round(most)):
-        advice = f"threads wait for each other: set OMP_NUM_THREADS={max(1, int(most))}"
-        yield Check("threads", "warning", found, advice)
+    if threads > usable_cpus():
+        yield Check("threads", "warning", found, f"threads wait for each other: use --threads {usable_cpus()}")
     else:
         yield Check("threads", "ok", found)
-
-
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return how many CPUs the control group may use (versions 2 and 1); None without a limit."""
-    try:
-        if (root / "cpu.max").is_file():
-            limit, period = (root / "cpu.max").read_text().split()
-        else:
-            limit, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        return None if limit in ("max", "-1") else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def _memory(_: Mapping[str, Any]) -> Iterator[Check]:
@@ -264,4 +249,4 @@ _LOOKS: tuple[Callable[[Mapping[str, Any]], Iterator[Check]], ...] = (
     _port,
     _keys,
 )
-_WITH_TORCH = (_kernels, _threads, _gpu)
+_WITH_TORCH = (_kernels, _gpu)

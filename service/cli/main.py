@@ -18,6 +18,7 @@ from triptych.model.checkpoint import hub, hub_names
 from triptych.model.errors import ConfigError, EngineError, GrammarError
 from triptych.model.system import log_lines
 from triptych.model.system.child_process import ENGINE, ConnectedChild
+from triptych.model.system.cpu_threads import set_threads
 from triptych.service.cli import completion
 from triptych.service.cli.model_arguments import folder, named, show_downloads
 from triptych.service.cli.parser import SAMPLING, make_parser
@@ -95,6 +96,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
     log_lines.begin(settings.get("log_format", "auto"))
+    set_threads(settings.get("threads"))
     engine = ConnectedChild(ENGINE)  # imports torch in the meantime
     try:
         return _run(served, settings, groups, engine)

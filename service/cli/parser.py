@@ -339,7 +339,7 @@ def _add_ps(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     text = "check the machine and the settings: what would hinder or slow a service"
     parser = commands.add_parser("doctor", help=text, description=f"{text}. Exits 1 if a service would not start.")
-    sources.add_arguments(parser, (BY_NAME["host"], BY_NAME["port"]))
+    sources.add_arguments(parser, (BY_NAME["host"], BY_NAME["port"], BY_NAME["threads"]))
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))

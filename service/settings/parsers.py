@@ -10,6 +10,7 @@ from pathlib import Path
 from triptych.model import names
 from triptych.model.checkpoint.hub_names import is_hub_name
 from triptych.model.errors import ConfigError
+from triptych.model.system.cpu_threads import usable_sockets
 from triptych.service.settings.service_settings import LOAD_SOURCES
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -62,10 +63,12 @@ def sources(text: str) -> tuple[str, ...]:
 
 
 def replicas(text: str) -> dict[str, int]:
-    """Parse `3`, or a range such as `1-4`, into fields of `Scaling`."""
+    """Parse `3`, a range such as `1-4`, or `auto`, into fields of `Scaling`."""
+    if text.strip() == "auto":
+        return dict.fromkeys(("min_replicas", "max_replicas"), usable_sockets())
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
     if match is None:
-        raise ValueError("a number, or a range such as 1-4")
+        raise ValueError("a number, a range such as 1-4, or auto")
     return {"min_replicas": int(match[1]), "max_replicas": int(match[2] or match[1])}
 
 

@@ -26,7 +26,7 @@ _SERVICE_FIELDS = {  # by option name
         for name in (
             *("host", "port", "api_keys", "api_key_file", "admin_keys", "admin_key_file", "cors_origins"),
             "allowed_hosts",
-            *("log_format", "tokenizer_threads", "otlp_endpoint", "tool_format", "reasoning_format"),
+            *("log_format", "threads", "tokenizer_threads", "otlp_endpoint", "tool_format", "reasoning_format"),
         )
     },
     "drain_timeout": "drain_timeout_s",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.request import MIN_PRIORITY
 from triptych.model.errors import ConfigError
+from triptych.model.system.cpu_threads import MOST_THREADS
 
 # -- Settings of models that are loaded on demand: their sources, their memory, and when they are unloaded.
 
@@ -166,6 +167,7 @@ class ServiceSettings:
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue at shutdown
+    threads: int | None = None  # that compute on the CPU, of each replica; None: `triptych.model.system.cpu_threads`
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without a finished step, after which an engine is restarted
@@ -207,6 +209,8 @@ class ServiceSettings:
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
             found = self.stream_interval_s
             raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ConfigError(f"threads must be 1 to {MOST_THREADS}, found {self.threads}")
         for name in ("embed_cache_bytes", "response_store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")

@@ -12,6 +12,7 @@ import pytest
 
 from triptych.model.errors import EngineError
 from triptych.model.native import build
+from triptych.model.system import cpu_threads
 from triptych.service.cli import doctor, main, models
 from triptych.service.cli.service_client import ServiceClient, started_service
 
@@ -104,35 +105,21 @@ def test_without_torch_the_other_checks_are_made(
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1")
     code, found = checks(capsys, "--port", "0")
     assert (code, found["torch"]["status"]) == (1, "failure")
-    assert {"memory", "port", "keys"} <= found.keys() and not {"kernels", "threads", "gpu"} & found.keys()
+    assert {"threads", "memory", "port", "keys"} <= found.keys() and not {"kernels", "gpu"} & found.keys()
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("quota", "usable"), [(1.5, 1), (None, 2)])
 def test_threads_are_compared_with_the_quota(
-    files: dict[str, str],
-    expected: float | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert doctor.cpu_quota(tmp_path) == expected
-    monkeypatch.setattr(doctor, "cpu_quota", lambda: expected)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
-    found = checks(capsys, "--port", "0")[1]["threads"]
-    assert found["status"] == "warning" and "set OMP_NUM_THREADS=" in found["advice"]
-    assert (f"of a quota of {expected:g} CPUs" in found["found"]) if expected else ("quota" not in found["found"])
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 5})
+    for module in (doctor, cpu_threads):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert checks(capsys, "--port", "0")[1]["threads"]["status"] == "ok"
+    found = checks(capsys, "--port", "0", "--threads", "64")[1]["threads"]
+    assert found["status"] == "warning" and f"use --threads {usable}" in found["advice"]
+    assert ("of a quota of 1.5 CPUs" in found["found"]) if quota else ("quota" not in found["found"])
 
 
 METRICS = """\

@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.model.api.stats import ModelInfo
 from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.cpu_threads import set_threads
 from triptych.model.system.stacks import print_stacks_on_signal
 from triptych.service.core.errors import error_fields, internal, unavailable
 from triptych.service.core.models import Models
@@ -52,6 +53,7 @@ from triptych.service.runtimes.assembly import (
 )
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
+from triptych.service.runtimes.ray_serve.replica_cpus import threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
 from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
 from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
@@ -84,6 +86,8 @@ class Replica:
         print_stacks_on_signal()
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
         config = _on_own_gpus(config)
+        assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+        set_threads(threads_of_replica(config.settings.threads, assigned, os.environ))
         self._app = build_app(config, replicas=_Siblings(config))
         self._service = service_of(self._app)
 
@@ -301,7 +305,9 @@ def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> boo
 
 def _deploy(config: ServeConfig, folder: Path) -> None:
     """Start Serve and the replicas of each application; raises a replica's `ConfigError` or `EngineDeadError`."""
-    check_gpus(config.applications, _cluster_gpus())
+    gpus = _cluster_gpus()
+    check_gpus(config.applications, gpus)
+    config = with_threads(config, os.environ, on_gpus=any(gpus_of_replica(one, gpus) for one in config.applications))
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     _start_serve(config, quiet)
     targets = [

@@ -1,0 +1,102 @@
+"""Chooses how many threads compute: at most the processors that this process may use. Stdlib only.
+
+`OMP_NUM_THREADS` of this process holds the choice for its children: the engine, its ranks, and the packing of weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "OMP_NUM_THREADS"
+MOST_THREADS = 1024
+
+_GROUPS = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def cpu_quota(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float | None:
+    """Return how many CPUs the control groups of this process allow (versions 1 and 2); None without a limit.
+
+    A group is also held by the limits of the groups that it is in.
+    """
+    return min(_quotas(root, own), default=None)
+
+
+def usable_cpus() -> int:
+    """Return the number of processors that this process may use: of its affinity and of its control groups."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def usable_sockets() -> int:
+    """Return the number of memory nodes (NUMA), usually sockets, of the processors that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    lists = [path.read_text() for path in _NODES.glob("node*/cpulist")]
+    return max(1, sum(not allowed.isdisjoint(_cpus(text)) for text in lists))
+
+
+def threads_of(environment: Mapping[str, str]) -> int:
+    """Return the number of threads of a process with this environment that computes."""
+    return _given(environment.get(VARIABLE, "")) or usable_cpus()
+
+
+def set_threads(threads: int | None) -> None:
+    """Choose the number of threads of this process's children; None: as its environment says."""
+    if threads is not None:
+        os.environ[VARIABLE] = str(threads)
+
+
+def _cpus(text: str) -> set[int]:
+    """Parse a list of processors such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _given(text: str) -> int | None:
+    """Return the first number of a value such as `4` or `4,2`; None if there is none above 0."""
+    first = text.partition(",")[0].strip()
+    return min(int(first), MOST_THREADS) or None if first.isascii() and first.isdigit() else None
+
+
+def _quotas(root: Path, own: Path) -> Iterator[float]:
+    for base, group in _own_groups(root, own):
+        folder = base / group
+        while True:
+            with suppress(OSError, ValueError):
+                if (folder / "cpu.max").is_file():
+                    limit, period = (folder / "cpu.max").read_text().split()
+                else:
+                    limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                if limit.strip() not in ("max", "-1"):
+                    yield int(limit) / int(period)
+            if folder == base:
+                break
+            folder = folder.parent
+
+
+def _own_groups(root: Path, own: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folder of each hierarchy that limits CPUs, and the path of this process's group below it.
+
+    A container may see its group as the root, and the path that its host knows: then only the root exists.
+    """
+    lines = []
+    with suppress(OSError):
+        lines = own.read_text().splitlines()
+    groups = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        groups[controllers] = path.strip("/")
+    yield root, groups.get("", "")
+    for controllers, path in groups.items():
+        if "cpu" in controllers.split(","):
+            yield root / "cpu", path
+    if not any("cpu" in controllers.split(",") for controllers in groups):
+        yield root / "cpu", ""
