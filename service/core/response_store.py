@@ -1,4 +1,4 @@
-"""A store of recent responses with their conversations by id, in this process only.
+"""A store of recent responses with their conversations by id. Each replica keeps those that it has made.
 
 A request can read a response or continue it. The oldest are dropped. Only requests of the same API key see a response.
 """
@@ -18,15 +18,18 @@ Messages = Sequence[Mapping[str, Any]]
 _ENTRY_BYTES = 1_024  # of an entry in addition to its JSON: keys, objects, links
 
 
-class _Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """The JSON of one response, and of all messages up to and including its own."""
 
-    messages: bytes
+    conversation: bytes
     reply: bytes
 
     @property
     def size(self) -> int:
-        return len(self.messages) + len(self.reply) + _ENTRY_BYTES
+        return len(self.conversation) + len(self.reply) + _ENTRY_BYTES
+
+    def messages(self) -> Messages:
+        return msgspec.json.decode(self.conversation, type=list[dict[str, Any]])
 
 
 class ResponseStore:
@@ -38,27 +41,21 @@ class ResponseStore:
     def __init__(self, max_bytes: int, max_values: int) -> None:
         self._max_bytes = max_bytes
         self._max_values = max_values
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._bytes = 0
 
     @property
     def is_on(self) -> bool:
         return self._max_bytes > 0
 
-    def get(self, tenant: str, id: str) -> Messages | None:
-        """Return the messages up to a response; None if it is not kept."""
-        found = self._kept.get((tenant, id))
-        return None if found is None else msgspec.json.decode(found.messages, type=list[dict[str, Any]])
-
-    def reply(self, tenant: str, id: str) -> bytes | None:
-        """Return a response as JSON; None if it is not kept."""
-        found = self._kept.get((tenant, id))
-        return None if found is None else found.reply
+    def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """Return a response; None if it is not kept."""
+        return self._kept.get((tenant, id))
 
     def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
         """Keep a response unless it is larger than the whole store."""
-        kept = _Kept(_json(messages), _json(reply))
-        values = json_size(kept.messages, self._max_values, len(kept.messages)).values
+        kept = StoredResponse(_json(messages), _json(reply))
+        values = json_size(kept.conversation, self._max_values, len(kept.conversation)).values
         if kept.size > self._max_bytes or values > self._max_values:
             return
         self.drop(tenant, id)

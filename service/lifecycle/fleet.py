@@ -21,6 +21,7 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import ApiError, conflict, forbidden, invalid, scrub
 from triptych.service.core.models import Model, Models, Origin, State
 from triptych.service.core.models_folder import ModelsFolder, valid_name
+from triptych.service.core.response_store import StoredResponse
 from triptych.service.lifecycle.model_loader import ModelLoader
 from triptych.service.settings import sources
 from triptych.service.settings.resolve import engine_config
@@ -189,6 +190,12 @@ class Replicas(Protocol):
 
     async def cancel(self, request_id: str) -> int:
         """Cancel a request on the other replicas, and return how many ended; `TimeoutError` if one did not answer."""
+
+    async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response that another replica keeps; `TimeoutError` if none has it and one did not answer."""
+
+    async def forget(self, tenant: str, response_id: str) -> int:
+        """Drop a stored response on the other replicas, and return how many kept it; `TimeoutError` as `stored`."""
 
 
 class LocalFleet:

@@ -18,7 +18,7 @@ from triptych.service.core.engine_client import EngineClient, ModelReader
 from triptych.service.core.errors import draining, scrub, unavailable
 from triptych.service.core.models import Models
 from triptych.service.core.models_folder import ModelsFolder
-from triptych.service.core.response_store import ResponseStore
+from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.core.threads import Threads
 from triptych.service.core.write_batch import WriteBatch
 from triptych.service.images.image_pool import ImagePool
@@ -143,6 +143,27 @@ class Service:
                 if not ended:
                     raise unavailable("a replica that may run the request did not answer", "not_live") from None
         return ended
+
+    async def stored_response(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response that some replica keeps, or None. 503 if none has it and a replica did not answer."""
+        found = self.responses.get(tenant, response_id)
+        if found is not None or self._replicas is None or not self.responses.is_on:
+            return found
+        try:
+            return await self._replicas.stored(tenant, response_id)
+        except TimeoutError:
+            raise unavailable("a replica that may keep the response did not answer", "not_live") from None
+
+    async def forget_response(self, tenant: str, response_id: str) -> bool:
+        """Drop a stored response, and return whether some replica kept it; 503 as `stored_response`."""
+        if self.responses.drop(tenant, response_id):
+            return True
+        if self._replicas is None or not self.responses.is_on:
+            return False
+        try:
+            return await self._replicas.forget(tenant, response_id) > 0
+        except TimeoutError:
+            raise unavailable("a replica that may keep the response did not answer", "not_live") from None
 
     def model_info(self, name: str) -> ModelInfo:
         """Return the engine's description of a served model; raises a 503 while it is not loaded."""

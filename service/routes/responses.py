@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from triptych.service.chat.conversation import take_turn
 from triptych.service.core.errors import ApiError, invalid, not_found, shorten
-from triptych.service.core.response_store import ResponseStore
+from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.dialects import response_items, responses
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.responses_bodies import ResponsesBody
@@ -34,7 +34,7 @@ _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
     replies("A `response`, or its events.", Any, events=(Any,)),
 )
 async def create(request: Request) -> Response:
-    """Works with OpenAI's client. Conversations are kept for `previous_response_id` by this process alone.
+    """Works with OpenAI's client. The replica that answers keeps the conversation for `previous_response_id`.
 
     Fields that are not known are refused by name.
     """
@@ -43,7 +43,7 @@ async def create(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(responses.NAMES):
-        before = _previous(service, body)
+        before = await _previous(service, body)
         conversation = responses.conversation(body, served, before)
         turn = await take_turn(service, served, conversation, answer_is_held=responses.is_held(body))
         keep = _keeper(service, body, [*before, *responses.input_messages(body)])
@@ -65,13 +65,10 @@ async def create(request: Request) -> Response:
     errors=(400, 404),
 )
 async def retrieve(request: Request) -> Response:
-    """Returns a response that this process keeps. Its events are not kept."""
+    """Returns a response that the service keeps. Its events are not kept."""
     if request.query_params.get("stream", "false").lower() != "false":
         raise invalid("stream: events of stored responses are not kept", "stream", "not_supported")
-    store, tenant, response_id = _stored(request)
-    found = store.reply(tenant, response_id)
-    if found is None:
-        raise _not_kept(store, response_id)
+    found = (await _stored(request)).reply
     return Response(found, media_type="application/json")
 
 
@@ -84,9 +81,9 @@ async def retrieve(request: Request) -> Response:
 )
 async def delete(request: Request) -> Response:
     """Forgets a response and its conversation."""
-    store, tenant, response_id = _stored(request)
-    if not store.drop(tenant, response_id):
-        raise _not_kept(store, response_id)
+    service, response_id = service_of(request), request.path_params["response_id"]
+    if not await service.forget_response(context_of_request().tenant, response_id):
+        raise _not_kept(service.responses, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -108,28 +105,29 @@ async def input_items(request: Request) -> Response:
         raise invalid("limit must be from 1 to 100", "limit")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
-    store, tenant, response_id = _stored(request)
-    messages = store.get(tenant, response_id)
-    if messages is None:
-        raise _not_kept(store, response_id)
+    messages = (await _stored(request)).messages()
     found = response_items.items(messages[:-1])
     page = response_items.page(found, after=query.get("after"), limit=int(limit), descends=order == "desc")
     return json_response(page)
 
 
-def _stored(request: Request) -> tuple[ResponseStore, str, str]:
-    """Return the store, the tenant of the request, and the response id of the URL."""
-    return service_of(request).responses, context_of_request().tenant, request.path_params["response_id"]
+async def _stored(request: Request) -> StoredResponse:
+    """Return the stored response whose id is in the URL; raises a 404 if none is kept."""
+    service, response_id = service_of(request), request.path_params["response_id"]
+    found = await service.stored_response(context_of_request().tenant, response_id)
+    if found is None:
+        raise _not_kept(service.responses, response_id)
+    return found
 
 
 def _not_kept(store: ResponseStore, id: str) -> ApiError:
     if not store.is_on:
         return not_found("this service keeps no responses: --response-store is 0", "response_not_found")
-    message = f"no response {shorten(id)} is kept here: a process keeps its own, and forgets the oldest"
+    message = f"no response {shorten(id)} is kept: a replica forgets its oldest, and all when it ends"
     return not_found(message, "response_not_found")
 
 
-def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
+async def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
     """Return the messages up to the previous response; raises a 400 if they are not kept."""
     if body.store and not service.responses.is_on:
         raise invalid("store: this service keeps no responses", "store", "not_supported")
@@ -138,11 +136,11 @@ def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, An
     name = "previous_response_id"
     if not service.responses.is_on:
         raise invalid(f"{name}: this service keeps no responses; send the whole conversation", name, "not_supported")
-    found = service.responses.get(context_of_request().tenant, body.previous_response_id)
+    found = await service.stored_response(context_of_request().tenant, body.previous_response_id)
     if found is None:
-        message = f"{name}: no response {shorten(body.previous_response_id)} is kept here; send the whole conversation"
+        message = f"{name}: no response {shorten(body.previous_response_id)} is kept; send the whole conversation"
         raise invalid(message, name, "previous_response_not_found")
-    return found
+    return found.messages()
 
 
 def _keeper(

@@ -39,6 +39,7 @@ from triptych.model.system.cpu_threads import set_threads
 from triptych.model.system.stacks import print_stacks_on_signal
 from triptych.service.core.errors import error_fields, internal, unavailable
 from triptych.service.core.models import Models
+from triptych.service.core.response_store import StoredResponse
 from triptych.service.http.route_prefix import unprefixed
 from triptych.service.lifecycle.fleet import Fleet, LocalFleet
 from triptych.service.lifecycle.state import service_of
@@ -67,7 +68,7 @@ _POLL_SECONDS = 1.0  # between checks of Ray's processes
 _EXIT_SECONDS = 2.0  # for Ray's processes to exit
 _CONTROL_SECONDS = 30.0  # for a call to the replicas
 _LOOKUP_SECONDS = 5.0  # for finding the replicas
-_CANCEL_SECONDS = 5.0  # for cancelling on other replicas, which may hang
+_ASK_SECONDS = 5.0  # for an answer of the other replicas, which may hang
 _STORE = "triptych"  # namespace of keys in the cluster's store
 _LATER_REQUESTS = 1 << 16  # if models may be loaded on demand: more than all their queues hold
 _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
@@ -117,6 +118,14 @@ class Replica:
             return 0
         return self._service.jobs.cancel(request_id)
 
+    async def stored(self, wanted: tuple[str, str], caller: str) -> StoredResponse | None:
+        """Return the response of a tenant and an id that this replica keeps."""
+        return None if caller == _replica_id() else self._service.responses.get(*wanted)
+
+    async def forget(self, dropped: tuple[str, str], caller: str) -> int:
+        """Drop the stored response of a tenant and an id; return how many were kept."""
+        return 0 if caller == _replica_id() else int(self._service.responses.drop(*dropped))
+
     async def follow(self, command: Command, caller: str) -> CommandResult | None:
         """Execute the command of another replica; None if this replica is the caller."""
         fleet = self._service.fleet
@@ -146,19 +155,35 @@ class _Siblings:
 
     async def cancel(self, request_id: str) -> int:
         """Cancel a request on all other replicas: a DELETE may reach any replica, and only one has the request."""
+        return sum(await self._asked("cancel", request_id))
+
+    async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response that another replica keeps."""
+        return next(iter(await self._asked("stored", (tenant, response_id))), None)
+
+    async def forget(self, tenant: str, response_id: str) -> int:
+        """Drop a stored response on the other replicas; return how many kept it."""
+        return sum(await self._asked("forget", (tenant, response_id)))
+
+    async def _asked(self, method: str, argument: object) -> list[Any]:
+        """Call a method of all other replicas, and return what is not empty of their answers.
+
+        Raises `TimeoutError` if there is nothing and a replica did not answer.
+        """
         try:
-            async with asyncio.timeout(_CANCEL_SECONDS):
-                answers = await self._broadcast("cancel", request_id)
+            async with asyncio.timeout(_ASK_SECONDS):
+                answers = await self._broadcast(method, argument)
         except (RayError, RayServeException) as error:
             raise TimeoutError from error
-        ended = sum(answer for answer in answers if isinstance(answer, int))
-        if not ended and not all(isinstance(answer, int) for answer in answers):
+        given = [one for one in answers if not isinstance(one, BaseException)]
+        found = [one for one in given if one]
+        if not found and len(given) < len(answers):
             raise TimeoutError
-        return ended
+        return found
 
     async def _send_to_others(self, command: Command) -> list[CommandResult | None]:
         """Send a command to all other replicas and return their results; None for a replica that has ended."""
-        seconds = _CANCEL_SECONDS if command.kind == "entries" else self._follow_seconds + (command.drain_s or 0.0)
+        seconds = _ASK_SECONDS if command.kind == "entries" else self._follow_seconds + (command.drain_s or 0.0)
         try:
             async with asyncio.timeout(seconds):
                 answers = await self._broadcast("follow", command)

@@ -16,7 +16,7 @@ from tests.service.dialects.test_tools import CALLED, PARAMETERS, SAID
 from tests.service.processes import eventually
 from tests.service.support import App, ask, check_accounts, let_time_pass, live, run
 from tests.service.test_bad_requests import check_error
-from triptych.service.core.response_store import ResponseStore
+from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.settings.service_settings import ServiceSettings
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -241,7 +241,8 @@ def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
     for id in "abc":
         store.put("t", id, [{"role": "user", "content": "x" * 10}], {"id": id})
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
-    assert store.reply("t", "c") == b'{"id":"c"}' and store.reply("u", "c") is None
+    kept = store.get("t", "c")
+    assert kept is not None and kept.reply == b'{"id":"c"}' and kept.messages()[0]["role"] == "user"
     store.put("t", "d", [{"content": "x" * 2_000}], {})
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
     store.put("t", "e", [{"content": [""] * 50}], {})  # few bytes, but too many values
@@ -262,6 +263,42 @@ def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
         check_error(await status("two", previous_response_id=id), 400, "previous_response_id")
 
     run(keys, work)
+
+
+class OtherReplica:
+    """The other replica of two, whose store is asked as Ray's calls ask it; None: it does not answer."""
+
+    store: ResponseStore | None = None
+
+    async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
+        if self.store is None:
+            raise TimeoutError
+        return self.store.get(tenant, response_id)
+
+    async def forget(self, tenant: str, response_id: str) -> int:
+        if self.store is None:
+            raise TimeoutError
+        return int(self.store.drop(tenant, response_id))
+
+
+def test_a_conversation_goes_on_at_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, other = calling_app(), calling_app(), OtherReplica()
+    monkeypatch.setattr(second.service, "_replicas", other)
+    made = ask(first, "POST", RESPONSES, json=GOOD[RESPONSES]).json()
+    body, path = GOOD[RESPONSES] | {"previous_response_id": made["id"]}, f"{RESPONSES}/{made['id']}"
+    check_error(ask(second, "POST", RESPONSES, json=body), 503, None, "not_live")
+    for method in ("GET", "DELETE"):
+        check_error(ask(second, method, path), 503, None, "not_live")
+    other.store = first.service.responses
+    continued = ask(second, "POST", RESPONSES, json=body)
+    assert continued.status_code == 200, continued.text
+    kept = second.service.responses.get("", continued.json()["id"])
+    assert kept is not None and len(kept.messages()) == 4
+    assert ask(second, "GET", path).json() == made
+    assert ask(second, "GET", f"{path}/input_items").status_code == 200
+    assert ask(second, "DELETE", path).json()["deleted"] is True
+    check_error(ask(second, "GET", path), 404, None, "response_not_found")
+    check_error(ask(second, "POST", RESPONSES, json=body), 400, "previous_response_id")
 
 
 def test_stored_responses_can_be_read_and_deleted() -> None:
