@@ -12,6 +12,7 @@ from tests.engine.scripted import Harness, expected_tokens, next_token
 from tests.matrix import rest_is_slow
 from triptych.model.api.messages import Abort
 from triptych.model.api.request import FinishReason
+from triptych.model.api.sampling_params import Probe
 from triptych.model.engine.scheduling.scheduled_step import UNLIMITED, SampledToken, StepBudget
 from triptych.model.engine.scheduling.sequence import SequenceState
 
@@ -55,6 +56,17 @@ def test_prefill_does_not_displace_decodes() -> None:
     sizes = [{s.sequence.request.request_id: s.num_tokens for s in step.scheduled} for step in harness.runner.steps]
     assert [size["prompt"] for size in sizes if "prompt" in size] == [5] * 12
     assert len(sizes) == 30
+
+
+def test_questions_do_not_count_as_a_queue_that_slows_streams() -> None:
+    """The pacer slows streams down for waiting sequences, since these are to join them; a question never does."""
+    harness = Harness(max_num_seqs=2)
+    for i in range(4):
+        harness.add(f"question-{i}", 3, max_tokens=1, probe=Probe(2, (1, 2)))
+    assert (harness.engine.demand().waiting, harness.engine.stats().waiting) == (0, 4)
+    harness.add("probed first", 3, max_tokens=2, probe=Probe(2, (1, 2)))
+    harness.add("prompt", 3, max_tokens=1)
+    assert harness.engine.demand().waiting == 2
 
 
 def test_first_come_first_served_within_a_priority() -> None:

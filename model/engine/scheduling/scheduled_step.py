@@ -157,7 +157,7 @@ class StepDemand:
 
     decodes: int = 0
     streams: bool = False  # somebody reads the decoded tokens as they come
-    waiting: int = 0  # sequences that have not begun
+    waiting: int = 0  # sequences that have not begun, without those that only ask and never decode
     prompt_tokens: int = 0
     whole_tokens: int = 0
     all_whole_tokens: int = 0

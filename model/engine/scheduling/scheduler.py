@@ -28,6 +28,8 @@ from triptych.model.engine.scheduling.scheduled_step import (
 from triptych.model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from triptych.model.engine.scheduling.source_blocks import SourcePasses
 
+_COUNTED = 256  # waiting sequences that are looked at; the pacer needs no larger number
+
 
 class Scheduler:
     """Waiting and running sequences of one model."""
@@ -89,7 +91,8 @@ class Scheduler:
                 if sequence.needs_source:
                     first = first or self.source_passes.least(sequence)
                     sources.append(self.source_passes.left(sequence))
-        return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
+        queued = sum(not sequence.only_asks for sequence in self.waiting[:_COUNTED])
+        return StepDemand(decodes, streams, queued, prompt_tokens, first, sum(sources))
 
     def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
         """Return the next step within `budget`, with blocks allocated. It is empty only if nothing can run.

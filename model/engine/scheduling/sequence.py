@@ -88,6 +88,7 @@ class SequenceState:
     can_overlap: bool = False  # its next step may be launched before this token reaches the host
     is_limited: bool = False  # its request bans tokens or allows only some
     has_questions: bool = False  # its request asks for scores of its prompt
+    only_asks: bool = False  # it ends with its prompt, and only its probe is read
     cumulative_logprob: float = 0.0  # of its output, if requested
     probe_logprobs: list[float] | None = None  # None: not requested or not known yet
     cross_queries: list[Any] = field(default_factory=list)  # of the alignment heads, one tensor a step
@@ -100,6 +101,7 @@ class SequenceState:
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         questions = (p.prompt_logprobs, p.probe, self.request.alignment)
         self.has_questions = any(question is not None for question in questions)
+        self.only_asks = p.probe is not None and p.max_tokens == 1
         looked_at = p.logprobs is not None or self.has_questions or p.cumulative_logprob
         self.can_overlap = not (history or compared or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
         limits = (p.min_tokens, p.allowed_token_ids, p.suppress_tokens, p.begin_suppress_tokens, p.timestamps)
