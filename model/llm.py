@@ -32,7 +32,7 @@ from triptych.model.api.sampling_bounds import GREEDY_BELOW, check_sampling, len
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.checkpoint import hub, hub_names
 from triptych.model.checkpoint.folder import read_checkpoint
-from triptych.model.engine.builder import load
+from triptych.model.engine.builder import load, load_lora
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.errors import ConfigError, EngineDeadError
 from triptych.model.llm_speech import samples_of, transcribe
@@ -56,10 +56,13 @@ class LLM:
     child, and the native kernels raise `RuntimeError`. Start processes by spawn.
     """
 
-    def __init__(self, path: str | Path, engine: EngineConfig | None = None) -> None:
+    def __init__(
+        self, path: str | Path, engine: EngineConfig | None = None, *, lora: Mapping[str, str | Path] | None = None
+    ) -> None:
         """Load a model: an embedded one by its name, a folder, a GGUF file, or one of the Hub (`triptych.model.names`).
 
-        A `Path` is a path; a text that begins with `./` is one too. Raises `ConfigError`.
+        A `Path` is a path; a text that begins with `./` is one too. `lora` are LoRA adapters by the names that calls
+        choose them by. Raises `ConfigError`.
         """
         engine = engine or EngineConfig()
         name, path = _located(path, pickle=engine.pickle)
@@ -73,6 +76,26 @@ class LLM:
         self._loaded = loaded
         self._generate = loaded.generate
         self._encode = loaded.encode
+        for adapter, where in (lora or {}).items():
+            self._load_adapter(adapter, where, engine)
+
+    def _load_adapter(self, name: str, where: str | Path, engine: EngineConfig) -> None:
+        if name == self.info.name:
+            raise ConfigError(f"an adapter needs another name than its base model, {name}")
+        _, path = _located(where, pickle=engine.pickle)
+        spec = ModelSpec(name, str(path), engine, adapter_of=self.info.name)
+        adapter = load_lora(spec, self._loaded).adapter
+        assert adapter is not None
+        self.network.lora[name] = adapter
+
+    def _named(self, adapter: str | None) -> str:
+        """Return what a request names as its model. Raises `ConfigError`."""
+        if adapter is None:
+            return self.info.name
+        if adapter not in self.network.lora:
+            known = ", ".join(self.network.lora) or "none"
+            raise ConfigError(f"no adapter {adapter!r} is loaded; the model has {known} (lora=)")
+        return adapter
 
     @property
     def network(self) -> Transformer:
@@ -100,12 +123,13 @@ class LLM:
         source_language: str | None = None,
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
+        lora: str | None = None,
     ) -> list[str]:
         """Return the whole text of each prompt's first sequence. Takes and raises what `stream` does."""
         prompts = _several(prompts)
         texts = [""] * len(prompts)
         languages = {"source_language": source_language, "target_language": target_language}
-        for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt):
+        for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt, lora=lora):
             if output.index == 0:
                 texts[position] += output.text
         return texts
@@ -118,11 +142,14 @@ class LLM:
         source_language: str | None = None,
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
+        lora: str | None = None,
     ) -> Iterator[tuple[int, TokenOutput]]:
         """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
 
         `params` are fields of `SamplingParams` by name, over the folder's defaults; without `max_tokens` an output ends
         where the folder, the model or the context ends it. A `SamplingParams` is taken as it is, without defaults.
+
+        `lora` is the name of an adapter that computes all of them; None: the base model does.
 
         The languages are codes of the tokenizer (NLLB, mBART, M2M-100): that of the prompts, by default the folder's,
         and that of the output, which follows its token.
@@ -140,7 +167,10 @@ class LLM:
         prompts = _several(prompts)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)
         begin = self._decoder_prompt(decoder_prompt, target)
-        requests = [self._request(place, prompt, params, source, begin) for place, prompt in enumerate(prompts)]
+        requests = [
+            replace(self._request(place, prompt, params, source, begin), model=self._named(lora))
+            for place, prompt in enumerate(prompts)
+        ]
         try:
             for request in requests:
                 engine.add(request)
@@ -193,12 +223,17 @@ class LLM:
         return transcribe(self._generate, self.checkpoint, tokenizer, samples, options or SpeechOptions(), emit)
 
     def encode(
-        self, inputs: str | Sequence[Prompt], prompt_name: str | None = None, task: str | None = None
+        self,
+        inputs: str | Sequence[Prompt],
+        prompt_name: str | None = None,
+        task: str | None = None,
+        *,
+        lora: str | None = None,
     ) -> NDArray[np.float32]:
         """Return pooled vectors `[N, D]`; a text alone is one input. Raises `ConfigError` and `EngineDeadError`.
 
         Texts get the checkpoint's prompt of this name, else that of the task, else its default prompt if it has one. A
-        task's adapter computes them, if it has one.
+        task's adapter computes them, if it has one; `lora` names one of the adapters that were given.
         """
         sentences = self.checkpoint.sentences
         if prompt_name is not None and prompt_name not in sentences.prompts:
@@ -212,7 +247,10 @@ class LLM:
         texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in several]
         skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [
-            self._encode_request(position, text, skipped if isinstance(text, str) else 0, adapter)
+            replace(
+                self._encode_request(position, text, skipped if isinstance(text, str) else 0, adapter),
+                model=self._named(lora),
+            )
             for position, text in enumerate(texts)
         ]
         vectors: dict[str, NDArray[np.float32]] = {}

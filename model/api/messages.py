@@ -22,6 +22,7 @@ class ModelSpec:
     path: str
     engine: EngineConfig = field(default_factory=EngineConfig)
     memory: int | None = None  # bytes that it may take in all, on all ranks; None: what is free on the machine
+    adapter_of: str | None = None  # the loaded model that `path` has a LoRA adapter for; None: it has a model
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ class ModelInfo:
     state_slots: int = 0  # for the states of recurrent layers: two of each sequence, others for snapshots
     state_slot_bytes: int = 0  # of one
     cache_pools: tuple[CachePool, ...] = ()  # the first has `num_blocks`; empty: a single one without a window
-    memory_bytes: int = 0  # weights, KV cache and planned scratch, on all ranks
+    memory_bytes: int = 0  # weights, KV cache and planned scratch, on all ranks; of an adapter its matrices alone
+    adapter_of: str = ""  # the model that an adapter is computed with; empty: it is a model
 
     @property
     def limits(self) -> BatchLimits:

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from triptych.model.checkpoint.folder_kind import describe_folder, lfs_pointer
-from triptych.model.checkpoint.json_files import Use, asked_for, read_json, table, unknown
+from triptych.model.checkpoint.json_files import ADAPTER, ADAPTER_WEIGHTS, Use, asked_for, read_json, table, unknown
 from triptych.model.checkpoint.tensor_files import StoredTensor, read_headers
 from triptych.model.errors import CheckpointError, ConfigError, listed, shown
 from triptych.model.system.folder_files import has_file
 
-SETTINGS = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _MAX_RANK = 4096
@@ -93,15 +91,15 @@ class AdapterFolder:
 
 def is_adapter(path: Path) -> bool:
     """Return whether the path is a folder with an adapter's settings."""
-    return path.is_dir() and has_file(path / SETTINGS)
+    return path.is_dir() and has_file(path / ADAPTER)
 
 
 def read_adapter(path: Path, *, pickle: bool = True) -> AdapterFolder:
     """Describe an adapter's folder; raises `ConfigError`, which says what is not served or does not fit."""
     if not is_adapter(path):
         what = "a model" if path.is_dir() and has_file(path / "config.json") else describe_folder_of(path)
-        raise ConfigError(f"{path}: expected the folder of a LoRA adapter, with {SETTINGS}; found {what}")
-    raw = read_json(path / SETTINGS, required=True)
+        raise ConfigError(f"{path}: expected the folder of a LoRA adapter, with {ADAPTER}; found {what}")
+    raw = read_json(path / ADAPTER, required=True)
     _check_settings(raw)
     stored = read_headers([_weights(path, pickle=pickle)])
     if len(stored) > _MAX_TENSORS:
@@ -116,36 +114,38 @@ def describe_folder_of(path: Path) -> str:
 
 
 def _weights(path: Path, *, pickle: bool) -> Path:
-    for name in WEIGHTS if pickle else WEIGHTS[:1]:
+    for name in ADAPTER_WEIGHTS if pickle else ADAPTER_WEIGHTS[:1]:
         if has_file(path / name):
             if lfs_pointer(path / name):
                 raise ConfigError(f"{name}: a Git LFS pointer, not the weights: run `git lfs pull`")
             return path / name
-    if has_file(path / WEIGHTS[1]):
-        raise ConfigError(f"its weights are in {WEIGHTS[1]}, which --no-pickle refuses; no {WEIGHTS[0]}")
-    raise ConfigError(f"{WEIGHTS[0]} is missing (or {WEIGHTS[1]})")
+    if has_file(path / ADAPTER_WEIGHTS[1]):
+        raise ConfigError(
+            f"its weights are in {ADAPTER_WEIGHTS[1]}, which --no-pickle refuses; no {ADAPTER_WEIGHTS[0]}"
+        )
+    raise ConfigError(f"{ADAPTER_WEIGHTS[0]} is missing (or {ADAPTER_WEIGHTS[1]})")
 
 
 def _check_settings(raw: Mapping[str, Any]) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise ConfigError(f"{SETTINGS}: peft_type is {shown(kind)}; adapters of type LORA are served")
+        raise ConfigError(f"{ADAPTER}: peft_type is {shown(kind)}; adapters of type LORA are served")
     if refused := list(asked_for(raw, _KNOWN, Use.REFUSED)):
         values = listed([f"{key}={shown(raw[key], 40)}" for key in refused], most=4, longest=100)
         raise ConfigError(
-            f"{SETTINGS}: {values} changes what is computed, and is not served: merge the adapter (PEFT: "
+            f"{ADAPTER}: {values} changes what is computed, and is not served: merge the adapter (PEFT: "
             "merge_and_unload) and serve the model that comes of it"
         )
     others = [key for key in unknown(raw, _KNOWN) if raw[key]]
     if others:
         raise ConfigError(
-            f"{SETTINGS}: {listed(others)} is not known, and may change what is computed; with null or "
+            f"{ADAPTER}: {listed(others)} is not known, and may change what is computed; with null or "
             "false the adapter is served without it"
         )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise ConfigError(
-            f"{SETTINGS}: init_lora_weights is {shown(start)}, which changes the base model too: save the "
+            f"{ADAPTER}: init_lora_weights is {shown(start)}, which changes the base model too: save the "
             "adapter as a plain one (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
 
@@ -181,10 +181,10 @@ def _module(name: str, down: StoredTensor, up: StoredTensor, scales: _Scales, ta
     if not (down.holds(None) and up.holds(None)):
         raise CheckpointError(f"{name}: expected floating-point numbers, found {down.kind} and {up.kind}")
     if not targets.have(name):
-        raise CheckpointError(f"{name}: it has matrices, and {SETTINGS} does not name it in target_modules")
+        raise CheckpointError(f"{name}: it has matrices, and {ADAPTER} does not name it in target_modules")
     rank = scales.rank(name)
     if down.shape[0] != rank:
-        raise CheckpointError(f"{name}: found {shapes}, and {SETTINGS} says rank {rank}")
+        raise CheckpointError(f"{name}: found {shapes}, and {ADAPTER} says rank {rank}")
     return AdaptedModule(down, up, scales.scale(name, rank))
 
 
@@ -206,7 +206,7 @@ def _names(raw: Mapping[str, Any], key: str) -> frozenset[str] | None:
     if not value or isinstance(value, str):
         return None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{SETTINGS}: {key} is {shown(value)}, expected a list of names or a text")
+        raise ConfigError(f"{ADAPTER}: {key} is {shown(value)}, expected a list of names or a text")
     return frozenset(value)
 
 
@@ -229,7 +229,7 @@ class _Scales:
         rank = _of(self._ranks, module, self._rank)
         if rank != int(rank) or not 1 <= rank <= _MAX_RANK:
             raise ConfigError(
-                f"{SETTINGS}: the rank of {module} is {rank:g}, expected a whole number of 1 to {_MAX_RANK}"
+                f"{ADAPTER}: the rank of {module} is {rank:g}, expected a whole number of 1 to {_MAX_RANK}"
             )
         return int(rank)
 
@@ -240,7 +240,7 @@ class _Scales:
 def _number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{SETTINGS}: {key} is {shown(value)}, expected a number")
+        raise ConfigError(f"{ADAPTER}: {key} is {shown(value)}, expected a number")
     return value
 
 
@@ -255,12 +255,12 @@ def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[re.Pattern[str], f
     """Return names or patterns of ends of modules' names, and their numbers, in the file's order."""
     found = raw.get(key) or {}
     if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
-        raise ConfigError(f"{SETTINGS}: {key} is {shown(found)}, expected up to {_MAX_PATTERNS} names with numbers")
+        raise ConfigError(f"{ADAPTER}: {key} is {shown(found)}, expected up to {_MAX_PATTERNS} names with numbers")
     patterns = []
     for name in found:
         if _LITERAL.fullmatch(name) is None and (len(name) > 200 or _SIMPLE.fullmatch(name) is None):
             raise ConfigError(
-                f"{SETTINGS}: {key} has the pattern {shown(name)}; names and simple patterns are read: "
+                f"{ADAPTER}: {key} has the pattern {shown(name)}; names and simple patterns are read: "
                 "letters, dots, [0-9], (a|b), and up to three * or +"
             )
         patterns.append((re.compile(name), _number(found, name, 0)))

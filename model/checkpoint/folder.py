@@ -25,7 +25,7 @@ from triptych.model.checkpoint.generation_config import (
 )
 from triptych.model.checkpoint.gguf.layout import gguf_config, origins
 from triptych.model.checkpoint.gguf.settings import named_by_metadata, pooling, raw_settings, recommended_sampling
-from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import ADAPTER_WEIGHTS, read_json
 from triptych.model.checkpoint.layouts import (
     Layout,
     Packed,
@@ -63,7 +63,6 @@ from triptych.model.system.folder_files import has_file
 from triptych.model.vision.processing import ImageProcessing, prepared_size, read_image_processing, with_defaults
 
 _MOST_CHARACTERS = 600  # of a message about a folder
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
     static = static_settings(whole, path, pickle=pickle)
     if static is None and not has_file(path / "config.json"):
         raise ConfigError(describe_path(path))
-    if any((path / name).is_file() for name in _ADAPTERS):
+    if any((path / name).is_file() for name in ADAPTER_WEIGHTS):
         raise ConfigError(describe_folder(path))
     if pointers := unfetched_tokenizer_files(path):
         raise ConfigError(f"{listed(pointers)}: a Git LFS pointer, not the file itself: run `git lfs pull`")

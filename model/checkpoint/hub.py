@@ -22,6 +22,8 @@ from typing import Any
 from triptych.model.checkpoint import hub_names
 from triptych.model.checkpoint.hub_names import HubName
 from triptych.model.checkpoint.json_files import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     CARD,
     MODULE_PICKLES,
     MODULE_SAFETENSORS,
@@ -66,6 +68,10 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
     if _has_any(folder, SAFETENSORS):
         return folder
     found = replace(name, revision=folder.name)  # the commit that was found, even if the revision has moved since
+    if _has_any(folder, (ADAPTER,)):
+        folder = _download(found, (*small, *ADAPTER_WEIGHTS[:1]), max_bytes)
+        absent = pickle and not _has_any(folder, ADAPTER_WEIGHTS[:1])
+        return _download(found, (*small, *ADAPTER_WEIGHTS), max_bytes) if absent else folder
     if pickle:
         folder = _download(found, (*small, *PICKLES), max_bytes)
     weights = (*MODULE_SAFETENSORS, *((*PICKLES, *MODULE_PICKLES) if pickle else ()))

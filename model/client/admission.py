@@ -154,11 +154,6 @@ class Admission:
         self._held_tokens -= tokens
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any admitted request has not ended."""
-        return bool(self._sequences)
-
-    @property
     def waiting_tokens(self) -> int:
         """The tokens of prompts and inputs that have no output yet."""
         return self._waiting_tokens

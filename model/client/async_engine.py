@@ -136,8 +136,11 @@ class AsyncEngine:
         """Unload a model; return when its memory is given back. Raises `ModelNotLoadedError`.
 
         It takes no requests from now on; what still runs after `drain_seconds` ends as cancelled. Cancelling this
-        call does not stop the unloading.
+        call does not stop the unloading. A model's adapters go with it.
         """
+        adapters = [self._begin_unload(one, drain_seconds) for one in self._table.adapters_of(name)]
+        if adapters:
+            await asyncio.shield(asyncio.gather(*adapters))
         await asyncio.shield(self._begin_unload(name, drain_seconds))
 
     async def close(self) -> None:
@@ -167,6 +170,7 @@ class AsyncEngine:
         stream = GenerationStream(self, requests, model.tokenizer, self._max_unread_bytes, self._delivery)
         for request in requests:
             self._streams[request.request_id] = stream
+            model.requests.add(request.request_id)
         self._next_commands().generate.extend(requests)
         return stream
 
@@ -176,9 +180,11 @@ class AsyncEngine:
         Raises as `submit` does for a single one: of many inputs a few are in the queue at a time.
         """
         self._check_ready()
-        encoding = Encoding(requests, self._table[requests[0].model].admission)
+        model = self._table[requests[0].model]
+        encoding = Encoding(requests, model.admission)
         first = encoding.begin()
         for request in requests:
+            model.requests.add(request.request_id)
             self._encodes[request.request_id] = (request, encoding)
         self._next_commands().encode.extend(first)
         try:
@@ -219,11 +225,12 @@ class AsyncEngine:
         return resident_memory(process) if process is not None else 0
 
     def stats(self) -> dict[str, EngineStats]:
-        return {name: model.stats for name, model in self._table.served.items()}
+        return {name: model.stats for name, model in self._table.served.items() if not model.is_adapter}
 
     def demand(self) -> dict[str, Demand]:
-        """Return the demand of each model, by name."""
-        return {name: model.admission.demand(model.stats) for name, model in self._table.served.items()}
+        """Return the demand of each model, by name; that of adapters is part of their base's."""
+        served = self._table.served.items()
+        return {name: model.admission.demand(model.stats) for name, model in served if not model.is_adapter}
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         """Call `observe` with the statistics of every step from now on."""

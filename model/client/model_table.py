@@ -39,11 +39,17 @@ class FrontModel:
     stats: EngineStats
     optional: bool = False  # loaded later than the first ones, so an engine may restart without it
     info: ModelInfo | None = None  # once it is loaded
+    requests: set[str] = field(default_factory=set)  # ids of those that have not ended
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # while it is unloaded: it has no requests left
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.spec.adapter_of is not None
 
     def has_loaded(self, info: ModelInfo) -> None:
         self.info = info
-        self.admission.loaded(info)
+        if not self.is_adapter:  # else the limits are its base's
+            self.admission.loaded(info)
         logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
 
 
@@ -51,15 +57,18 @@ class ModelTable:
     """Models by name, and who waits for them to come or go."""
 
     def __init__(self, specs: Sequence[ModelSpec], tokenizers: Mapping[str, Tokenizer | None]) -> None:
-        self.served = {
-            spec.name: self._model(spec, tokenizers.get(spec.name), optional=False) for spec in specs
-        }  # also while their engine is started
+        self.served: dict[str, FrontModel] = {}  # also while their engine is started
+        for spec in specs:
+            self.served[spec.name] = self._model(spec, tokenizers.get(spec.name), optional=False)
         self._loading: dict[str, tuple[FrontModel, asyncio.Future[ModelInfo]]] = {}
         self._unloading: dict[str, tuple[FrontModel, asyncio.Future[None]]] = {}
         self._started_with: set[str] = set()
 
     def _model(self, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
-        return FrontModel(spec, tokenizer, Admission(spec.engine), EngineStats(spec.name), optional)
+        """Return a model that is not loaded yet; an adapter's requests wait in the queue of its base."""
+        base = None if spec.adapter_of is None else self.served.get(spec.adapter_of)
+        admission = Admission(spec.engine) if base is None else base.admission
+        return FrontModel(spec, tokenizer, admission, EngineStats(spec.name), optional)
 
     def __getitem__(self, name: str) -> FrontModel:
         """Return a model that takes requests; raises `ModelNotLoadedError`."""
@@ -72,9 +81,11 @@ class ModelTable:
         """Stop counting a request that has ended."""
         for model in self.served.values():
             model.admission.release(request_id)
+            model.requests.discard(request_id)
         for model, _ in self._unloading.values():
             model.admission.release(request_id)
-            if not model.admission.has_requests:
+            model.requests.discard(request_id)
+            if not model.requests:
                 model.drained.set()
 
     def mark_started(self, name: str, request_id: str, cached_tokens: int) -> None:
@@ -97,6 +108,8 @@ class ModelTable:
         for names, state in ((self.served, "served"), (self._loading, "being loaded")):
             if spec.name in names:
                 raise ConfigError(f"a model named {spec.name} is {state} already")
+        if spec.adapter_of is not None and (base := self[spec.adapter_of].spec.adapter_of) is not None:
+            raise ConfigError(f"{spec.adapter_of} is an adapter itself; name its base model, {base}")
         future = asyncio.get_running_loop().create_future()
         self._loading[spec.name] = (self._model(spec, tokenizer, optional=True), future)
         return future
@@ -111,6 +124,10 @@ class ModelTable:
         model = self[name]
         return model, self._leave(self.served.pop(name))
 
+    def adapters_of(self, name: str) -> list[str]:
+        """Return the adapters of a model that take requests."""
+        return [one.spec.name for one in self.served.values() if one.spec.adapter_of == name]
+
     def give_up(self, name: str) -> bool:
         """Expect no more that a model is loaded; False if it has been already."""
         if name not in self._loading:
@@ -121,7 +138,7 @@ class ModelTable:
     def _leave(self, model: FrontModel) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().create_future()
         self._unloading[model.spec.name] = (model, future)
-        if not model.admission.has_requests:
+        if not model.requests:
             model.drained.set()
         return future
 
@@ -140,8 +157,10 @@ class ModelTable:
             _, future = self._loading.pop(failure.model)
             if not future.done():
                 future.set_exception(_error(failure))
-        elif self.served.pop(failure.model, None) is not None:
-            logger.error("%s is served no more: %s", failure.model, failure.message)
+        elif failure.model in self.served:
+            for name in (failure.model, *self.adapters_of(failure.model)):
+                del self.served[name]
+                logger.error("%s is served no more: %s", name, failure.message)
 
     def unloaded(self, name: str) -> None:
         """A model's memory is given back."""

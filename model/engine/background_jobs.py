@@ -10,13 +10,13 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from triptych.model.api.messages import FailureKind, LoadFailure, ModelSpec
-from triptych.model.engine.builder import LoadedModel, loading
+from triptych.model.engine.builder import LoadedModel, loading, loading_lora
 from triptych.model.errors import ConfigError, EngineDeadError, MemoryShortageError
 from triptych.model.system.background_work import Call, Work, in_thread
 from triptych.model.system.host_memory import return_free_memory
@@ -32,12 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class LoadJob:
-    """Loads one model."""
+    """Loads one model, or an adapter for a loaded one."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, loaded: Callable[[str], LoadedModel | None] = lambda _: None) -> None:
+        """`loaded` returns the loaded model of a name."""
         self.name = spec.name
         self.spec = spec
         self.given_up = False
+        self._loaded = loaded
         self._result: LoadedModel | LoadFailure | None = None
 
     def take_result(self) -> LoadedModel | LoadFailure | None:
@@ -52,7 +54,10 @@ class LoadJob:
 
     def run(self) -> Work[None]:
         try:
-            self._result = yield from loading(self.spec, idle=True)
+            if self.spec.adapter_of is not None:
+                self._result = yield from loading_lora(self.spec, self._loaded(self.spec.adapter_of))
+            else:
+                self._result = yield from loading(self.spec, idle=True)
         except Exception as error:
             self._result = load_failure(self.name, error)
             traceback.clear_frames(error.__traceback__)  # of what was loaded; a log handler may keep the traceback

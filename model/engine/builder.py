@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.api.stats import CachePool, ModelInfo
 from triptych.model.attention.selection import Selection
 from triptych.model.cache.kv_cache import promised_memory
+from triptych.model.checkpoint.adapter_folder import read_adapter
 from triptych.model.checkpoint.folder import Checkpoint, errors_about
 from triptych.model.engine.encode_engine import EncodeEngine
 from triptych.model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording
@@ -40,6 +42,8 @@ from triptych.model.engine.warmup import warm_up
 from triptych.model.errors import ConfigError
 from triptych.model.network.activation_dump import VARIABLE, dump_folder
 from triptych.model.network.adapters import load_adapters
+from triptych.model.network.lora import LoraAdapter
+from triptych.model.network.lora_weights import loading_adapter
 from triptych.model.network.native_scratch import planned_scratch
 from triptych.model.network.native_stack import attach_native_stacks
 from triptych.model.network.packed_weights import PackedWeights
@@ -79,10 +83,16 @@ class LoadedModel:
     rank_processes: RankProcesses | None = None  # the processes of the model's other ranks
     weight: float = 1.0  # its share of compute time, relative to other models
     faults: FaultLimit = field(default_factory=lambda: FaultLimit(MAX_FAULTS, FAULT_SECONDS))
+    adapter: LoraAdapter | None = None  # then the engines are those of the model that it is for
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def engine_name(self) -> str:
+        """The name of the model whose engines these are."""
+        return self.info.adapter_of or self.info.name
 
     def check(self) -> None:
         """Raise `EngineDeadError` if another rank has ended: results since then are invalid."""
@@ -93,8 +103,10 @@ class LoadedModel:
         """End the model's processes and break its reference cycles, so the last reference frees its memory.
 
         The model cannot compute afterwards. The garbage collector would not find the cycles: it skips objects that
-        existed when the engine process had started.
+        existed when the engine process had started. An adapter has nothing of its own but its matrices.
         """
+        if self.adapter is not None:
+            return
         _close(self.encode.model)
         runner = self.generate.runner if self.generate is not None else None
         if isinstance(runner, ModelRunner) and runner.draft_model is not None:
@@ -110,6 +122,26 @@ def loading(spec: ModelSpec, *, idle: bool = False) -> Work[LoadedModel]:
     """Load in parts, between steps of other models; with `idle` packing has the lowest priority."""
     with errors_about(spec.name):
         return (yield from _loading(spec, idle))
+
+
+def load_lora(spec: ModelSpec, base: LoadedModel | None) -> LoadedModel:
+    """Read an adapter for a loaded model at once; raises `ConfigError`, which names the adapter."""
+    return finish(loading_lora(spec, base))
+
+
+def loading_lora(spec: ModelSpec, base: LoadedModel | None) -> Work[LoadedModel]:
+    """Load an adapter for a loaded model in parts, between steps."""
+    with errors_about(spec.name):
+        if base is None or base.adapter is not None:
+            raise ConfigError(f"the adapter's base model {spec.adapter_of} is not loaded")
+        began, model = time.monotonic(), base.encode.model
+        folder = read_adapter(Path(spec.path), pickle=spec.engine.pickle)
+        yield None
+        adapter = yield from loading_adapter(spec.name, folder, model)
+        seconds = time.monotonic() - began
+        info = replace(base.info, name=spec.name, adapter_of=base.name, memory_bytes=adapter.nbytes)
+        info.load_seconds = seconds
+        return LoadedModel(info, base.encode, base.generate, adapter=adapter)
 
 
 def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:

@@ -42,6 +42,7 @@ from triptych.model.engine.scheduling.scheduled_step import (
 )
 from triptych.model.network.adapters import Adapters
 from triptych.model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
+from triptych.model.network.lora import AdapterRuns
 from triptych.model.network.stack import StackPass
 from triptych.model.network.transformer import Transformer
 from triptych.model.vision.processing import ImageProcessing
@@ -294,7 +295,8 @@ class EncodeEngine:
     def _hidden(self, batch: Sequence[EncodeRequest]) -> Tensor:
         """Return the hidden states `[T, d]` of inputs with one path, from a recorded batch if one is large enough."""
         sources = [request.source for request in batch]
-        if self._graphs is not None and _path(batch[0]) == _PLAIN and (size := self._graphs.size_of(sources)):
+        plain = _path(batch[0]) == _PLAIN and not any(one.model in self.model.lora for one in batch)
+        if self._graphs is not None and plain and (size := self._graphs.size_of(sources)):
             return self._graphs.run(size, sources)
         causal = self.model.encoder is None
         inputs = self._pack(batch, causal)
@@ -352,6 +354,9 @@ class EncodeEngine:
         if self._adapters is not None:
             chosen = self._adapters.of_segments([one.adapter for one in batch], map(self._length, batch))
             inputs = replace(inputs, adapters=chosen)
+        elif self.model.lora:
+            found = (self.model.lora.get(one.model) for one in batch)
+            inputs = replace(inputs, adapters=AdapterRuns.of_segments(found, map(self._length, batch)))
         if not any(request.unread for request in batch):
             return inputs
         lengths = [(self._length(request), self._length(request) - request.unread) for request in batch]

@@ -178,6 +178,7 @@ def build_generate_engine(
         overlap=overlap,
         num_speculative_tokens=spec.engine.num_speculative_tokens,
         draft_context=drafting.context if drafting is not None else None,
+        adapters=model.lora,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ from triptych.model.engine.speculation.speculation import Speculation
 from triptych.model.engine.token_outputs import search_outputs, token_output
 
 if TYPE_CHECKING:
+    from triptych.model.network.lora import LoraAdapter
     from triptych.model.text.grammar_matcher import Grammars
 
 logger = logging.getLogger(__name__)
@@ -62,13 +63,16 @@ class GenerateEngine:
         overlap: bool = False,
         num_speculative_tokens: int = 0,
         draft_context: int | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive. `draft_context`: the
-        length up to which the runner's draft model proposes tokens, if it has one."""
+        length up to which the runner's draft model proposes tokens, if it has one. `adapters` are those that requests
+        may name as their model; they may change."""
         self.name = name
         self.runner = runner
         self.scheduler = scheduler
         self.max_model_len = max_model_len
+        self._adapters = {} if adapters is None else adapters
         self.eos_token_ids = eos_token_ids
         self.compiling = CompilingGrammars(grammars)
         self.overlap = overlap
@@ -103,6 +107,7 @@ class GenerateEngine:
 
     def add(self, request: Request) -> None:
         """Add a request; its `max_tokens` is limited to the rest of the context length."""
+        adapter = self._adapters.get(request.model)
         request = self._limit_max_tokens(request)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
@@ -119,6 +124,7 @@ class GenerateEngine:
         self.speculation.prepare(request, sequences)
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
+            sequence.adapter = 0 if adapter is None else adapter.number
             self.scheduler.add(sequence)
 
     def _limit_max_tokens(self, request: Request) -> Request:

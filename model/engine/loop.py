@@ -123,14 +123,19 @@ class EngineLoop:
         began = time.monotonic()
         self._step(events)
         seconds = time.monotonic() - began
-        for model in self.models:
+        for model in self._whole:
             with self._isolate_faults(model, events):
                 model.check()
         self._send(events)
         return seconds
 
+    @property
+    def _whole(self) -> list[LoadedModel]:
+        """The loaded models, without adapters."""
+        return [model for model in self.models if model.adapter is None]
+
     def _send(self, events: Events) -> None:
-        events.stats = [self._stats(model) for model in self.models]
+        events.stats = [self._stats(model) for model in self._whole]
         self.channel.send(events)
         self._last_sent = time.monotonic()
 
@@ -188,7 +193,9 @@ class EngineLoop:
         events.ready = True
 
     def _add(self, model: LoadedModel) -> None:
-        """Let a loaded model compute."""
+        """Let a loaded model compute; an adapter is computed by its base's engines."""
+        if model.adapter is not None:
+            return
         name = model.name
         self._engines[name, "encode"] = model.encode
         if model.generate is not None:
@@ -203,13 +210,16 @@ class EngineLoop:
         if model is None:
             events.unloaded.append(name)
             return
-        if self._last_engine is not None and self._last_engine[0] == name:
+        if self._last_engine is not None and self._last_engine[0] == model.engine_name:
             self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
         if self.models.get(name) is model:  # not lost with its last step
             self._remove(model)
 
     def _remove(self, model: LoadedModel) -> None:
         """Compute nothing more for a model, and free it."""
+        if model.adapter is not None:
+            self.models.free(model)
+            return
         name = model.name
         if self._last_engine is not None and self._last_engine[0] == name:
             self._last_engine = None
@@ -223,9 +233,10 @@ class EngineLoop:
         for abort in aborts:
             of_model.setdefault(abort.model, []).append(abort)
         for name, named in of_model.items():
-            model = self.models.get(name)
-            if model is None:
+            found = self.models.get(name)
+            if found is None:
                 continue  # its requests ended with it
+            model = self.models[found.engine_name]
             with self._isolate_faults(model, events):
                 events.encoded += model.encode.abort_all(named)
                 if model.generate is not None:
@@ -279,7 +290,7 @@ class EngineLoop:
 
     def _lose(self, model: LoadedModel, error: Exception, events: Events) -> None:
         """Serve a broken model no more; raises `error` if no other model computes, so that the process is replaced."""
-        others = [one for one in self.models if one is not model]
+        others = [one for one in self.models if one.engine_name != model.engine_name]
         if not any(map(_computes, others)):
             raise error
         reason = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__} in its engine"
@@ -298,7 +309,7 @@ class EngineLoop:
         This runs after a heartbeat without commands: it takes a millisecond or more, which would delay a last token or
         the next request.
         """
-        for model in self.models:
+        for model in self._whole:
             if model.generate is not None:
                 with self._isolate_faults(model, events):
                     model.generate.check_invariants()

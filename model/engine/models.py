@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from triptych.model.api.messages import Events, ModelSpec
+from triptych.model.api.messages import Events, FailureKind, LoadFailure, ModelSpec
 from triptych.model.engine.background_jobs import BackgroundJobs, FreeJob, LoadJob
-from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.engine.builder import LoadedModel, load, load_lora
 
 
 class EngineModels:
@@ -38,22 +38,27 @@ class EngineModels:
 
     def load_now(self, spec: ModelSpec) -> LoadedModel:
         """Load a model before any is served; raises what prevents it."""
-        model = load(spec)
-        self._loaded[model.name] = model
+        model = load(spec) if spec.adapter_of is None else load_lora(spec, self.get(spec.adapter_of))
+        self._hold(model)
         return model
 
     def begin_load(self, spec: ModelSpec) -> None:
         """Load a model between steps, after those that wait already."""
-        self._jobs.add(LoadJob(spec))
+        self._jobs.add(LoadJob(spec, self.get))
 
     def give_up(self, name: str) -> bool:
         """Stop loading a model; False if it is neither loaded nor waits to be."""
         return self._jobs.give_up(name)
 
     def free(self, model: LoadedModel) -> None:
-        """Hold a model no more, and free it between steps."""
+        """Hold a model no more, and free it between steps, with its adapters."""
+        for one in self if model.adapter is None else ():
+            if one.info.adapter_of == model.name:
+                del self._loaded[one.name]
         del self._loaded[model.name]
-        if (library := model.encode.model.linear.library) is not None:
+        if model.adapter is not None:
+            del model.encode.model.lora[model.name]
+        elif (library := model.encode.model.linear.library) is not None:
             library.release_scratch()  # of this thread, as large as its largest step
         self._jobs.add(FreeJob(model))
 
@@ -70,12 +75,25 @@ class EngineModels:
         for job in self._jobs.run(seconds):
             result = job.take_result() if isinstance(job, LoadJob) else None
             if isinstance(result, LoadedModel):
-                self._loaded[result.name] = result
-                yield result, Events(loaded=[result.info])
+                yield self._take(result)
             elif result is not None:
                 yield None, Events(load_failures=[result])
             else:
                 yield None, Events(unloaded=[job.name])
+
+    def _take(self, model: LoadedModel) -> tuple[LoadedModel | None, Events]:
+        """Hold what was loaded, unless it is an adapter of a model that is gone."""
+        base = self.get(model.info.adapter_of)
+        if model.adapter is not None and (base is None or base.encode is not model.encode):
+            message = f"{model.name}: its base model {model.info.adapter_of} was unloaded"
+            return None, Events(load_failures=[LoadFailure(model.name, FailureKind.CONFIG, message)])
+        self._hold(model)
+        return model, Events(loaded=[model.info])
+
+    def _hold(self, model: LoadedModel) -> None:
+        self._loaded[model.name] = model
+        if model.adapter is not None:
+            model.encode.model.lora[model.name] = model.adapter
 
     def close(self) -> None:
         """End what is being loaded, and free all models."""

@@ -40,6 +40,7 @@ from triptych.model.network.embeddings import (
     without_masked,
 )
 from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.lora import LoraAdapter
 from triptych.model.network.norms import build_norm
 from triptych.model.network.stack import Stack, StackPass
 
@@ -59,6 +60,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.backend = backend
+        self.lora: dict[str, LoraAdapter] = {}  # adapters that requests may name, by these names
         linear = self.linear = replace(linear, stored_as=config.stored_as)
         own = linear.shard.config(config)  # what this rank holds
         size = config.embedding.embedding_size

@@ -18,7 +18,8 @@ from triptych.model.checkpoint.adapter_folder import read_adapter
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.network.inputs import packed_input
-from triptych.model.network.lora import AdapterRuns, LoraAdapter, load_adapter
+from triptych.model.network.lora import AdapterRuns, LoraAdapter
+from triptych.model.network.lora_weights import load_adapter
 from triptych.model.network.transformer import Transformer
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")

@@ -34,6 +34,7 @@ from triptych.model.engine.scheduling.sequence import SequenceState
 from triptych.model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, biases, forced_token
 from triptych.model.errors import ConfigError
 from triptych.model.network.inputs import packed_input
+from triptych.model.network.lora import AdapterRuns
 from triptych.model.network.transformer import Transformer
 from triptych.model.parallel.rank0 import Rank0Transformer
 from triptych.model.sampling.sampler import (
@@ -146,7 +147,7 @@ class ModelRunner:
 
         Adds prompt log-probabilities to the sequences that ask for them.
         """
-        steps = decodes_first(output.scheduled)
+        steps = decodes_first(output.scheduled, by_adapter=bool(self.model.lora))
         logits = self._run(steps, output.copies, before)  # [S, V]
         sampling = [step for step in steps if step.samples]
         for step in steps:
@@ -207,7 +208,8 @@ class ModelRunner:
         layers = kept_layers(steps) if asked else ()
         if layers and self._ranks is not None:
             raise ConfigError("a prompt is not aligned with its source by a model on several ranks")
-        replayed = self.graphs is not None and not layers and self.graphs.fits(steps)
+        adapters = self._adapters(steps)
+        replayed = self.graphs is not None and not (layers or adapters) and self.graphs.fits(steps)
         splits_keys = self.model.backend.graph_safe  # Triton: by lengths on the device
         uneven = splits_keys and are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
         layout = BatchLayout.of(steps)
@@ -215,7 +217,7 @@ class ModelRunner:
             uneven = uneven and bool(self.graphs.uneven_sizes)
             layout = self.graphs.layout(layout, uneven=uneven)
         mixed = None
-        if self.mixed_graphs is not None and not (replayed or layers):
+        if self.mixed_graphs is not None and not (replayed or layers or adapters):
             mixed = self.mixed_graphs.fitted(steps, uneven=uneven)
             layout = self.mixed_graphs.layout(mixed, layout) if mixed is not None else layout
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
@@ -238,8 +240,17 @@ class ModelRunner:
             needed=needed_rows(steps, len(probed)) if self._ranks is not None and not self._ruled else b"",
             kept_layers=layers,
             mixed=mixed,
+            adapters=adapters,
         )
         return plan, slices, probed
+
+    def _adapters(self, steps: Rows[ScheduledSequence]) -> AdapterRuns | None:
+        """Return which rows have which adapter; None if none has one."""
+        found = self.model.lora
+        if not found:
+            return None
+        chosen = (found.get(step.sequence.request.model) for step in steps)
+        return AdapterRuns.of_segments(chosen, (step.num_tokens for step in steps))
 
     def _source_slots(self, sequences: Rows[SequenceState]) -> Iterator[int]:
         """Yield the slots of new sources, pool by pool."""
@@ -420,6 +431,11 @@ def _logit_rows(steps: Rows[ScheduledSequence], probed: Rows[ProbedRow]) -> tupl
     return (*rows, *(one.row for one in probed))
 
 
-def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Sort decoding sequences before prompts: attention may launch the two kinds separately."""
+def decodes_first(steps: Rows[ScheduledSequence], *, by_adapter: bool = False) -> list[ScheduledSequence]:
+    """Sort decoding sequences before prompts: attention may launch the two kinds separately.
+
+    `by_adapter`: in each kind, those of one adapter together, so that their rows are multiplied at once.
+    """
+    if by_adapter:
+        return sorted(steps, key=lambda step: (step.num_tokens > 1, step.sequence.adapter))
     return sorted(steps, key=lambda step: step.num_tokens > 1)

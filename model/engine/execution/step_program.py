@@ -29,6 +29,7 @@ from triptych.model.engine.execution.sources import source_input
 from triptych.model.engine.execution.static_row import fill_placeholders
 from triptych.model.engine.execution.step_logits import StepLogits, step_logits
 from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.lora import AdapterRuns
 from triptych.model.network.stack import StackPass
 from triptych.model.network.transformer import Transformer
 from triptych.model.parallel.group import Group
@@ -58,6 +59,7 @@ class StepPlan:
     needed: bytes = b""  # what the sampler needs of each row of logits (`step_logits`)
     kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
     mixed: MixedStep | None = None  # the recorded step with prompts to replay; on one rank only
+    adapters: AdapterRuns | None = None  # of the rows; on one rank only
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -214,6 +216,7 @@ class StepProgram:
             other_pools=tuple(others),
             contexts=step.contexts,
             states=tuple(StateSpan(*span) for span in plan.states),
+            adapters=plan.adapters,
         )
         cross = None
         if self._model.encoder is not None:

@@ -134,8 +134,8 @@ class BlockPool:
 
 
 # -- Hashes of what blocks hold, by which sequences that begin alike find each other's blocks. No tensors. The hash of a
-# full block covers all that its keys and values depend on: salt, source, and every token up to its end (SHA-256,
-# chained block by block). A sequence keeps the hashes that were computed of it.
+# full block covers all that its keys and values depend on: salt, source, adapter, and every token up to its end
+# (SHA-256, chained block by block). A sequence keeps the hashes that were computed of it.
 
 
 class BlockHasher:
@@ -150,13 +150,15 @@ class BlockHasher:
         self._short_context = short_context
 
     def root(self, sequence: SequenceState) -> bytes:
-        """The hash of what all blocks depend on before the first token: salt, source, and whether it is long."""
+        """The hash of what all blocks depend on before the first token: salt, source, adapter, whether it is long."""
         if sequence.root_hash is None:
             request = sequence.request
             salt = (request.cache_salt if self._across_requests else request.request_id).encode()
             source = request.source.digest if request.source is not None else b""
             long = self._short_context is not None and sequence.rotary_context > self._short_context
-            sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source + b"long" * long).digest()
+            sequence.root_hash = sha256(
+                pack("<qq", len(salt), sequence.adapter) + salt + source + b"long" * long
+            ).digest()
         return sequence.root_hash
 
     def block(self, sequence: SequenceState, index: int) -> bytes:

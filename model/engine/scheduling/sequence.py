@@ -60,6 +60,7 @@ class SequenceState:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the computed ones, found in the cache
     num_offered_blocks: int = 0  # of its full blocks, offered to the cache
+    adapter: int = 0  # number of the LoRA adapter that computes it; 0: none
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, computed on demand
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its tokens, by pool
