@@ -25,7 +25,7 @@ from triptych.service.dialects.responses_bodies import InputCall, InputItem, Inp
 from triptych.service.schemas.types import Text
 
 MAX_QUESTIONS, MAX_CHOICES = 400, 255
-_MAX_INSTRUCTIONS, _MAX_VALUE = 16_384, 256  # characters
+MAX_INSTRUCTIONS, MAX_VALUE = 16_384, 256  # characters
 _NO_USER = Ignored("no output depends on the end user")
 
 # -- What is asked about: a text, or messages, calls and their outputs.
@@ -139,11 +139,11 @@ DecisionInput = Annotated[
 # -- The questions.
 
 Instructions = Annotated[
-    Annotated[str, Field(min_length=1, max_length=_MAX_INSTRUCTIONS), Tag("<text>")]
+    Annotated[str, Field(min_length=1, max_length=MAX_INSTRUCTIONS), Tag("<text>")]
     | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("<parts>")],
     Discriminator(by_content),
 ]
-Description = Annotated[str | None, Field(max_length=_MAX_INSTRUCTIONS)]
+Description = Annotated[str | None, Field(max_length=MAX_INSTRUCTIONS)]
 
 
 class _Question(DialectBody):
@@ -159,7 +159,7 @@ class Predicate(_Question):
 
 class DecisionChoice(DialectBody):
     value: Annotated[
-        Annotated[StrictStr, Field(min_length=1, max_length=_MAX_VALUE), Tag("<text>")]
+        Annotated[StrictStr, Field(min_length=1, max_length=MAX_VALUE), Tag("<text>")]
         | Annotated[StrictBool, Tag("<boolean>")],
         Discriminator(lambda value: "<boolean>" if isinstance(value, bool) else "<text>"),
     ] = Field(description="A text or a boolean, which are distinct.", examples=["billing"])
@@ -180,9 +180,7 @@ class Choice(_Question):
 
 
 class Level(DialectBody):
-    label: Annotated[str, Field(min_length=1, max_length=_MAX_VALUE)] = Field(
-        description="Its name.", examples=["calm"]
-    )
+    label: Annotated[str, Field(min_length=1, max_length=MAX_VALUE)] = Field(description="Its name.", examples=["calm"])
     description: Description = Field(None, description="What it means, for the model.", examples=["No complaint."])
 
 

@@ -83,7 +83,8 @@ def as_json(value: str | bool) -> str:
 
 def asked(question: Question) -> str:
     """Return the text that asks a generating model the question."""
-    lines = [text_of(question.instructions), "", _ASKS[question.type]]
+    said = text_of(question.instructions)
+    lines = [*([said, ""] if said else []), _ASKS[question.type]]
     if not isinstance(question, Predicate):
         for value, meaning in zip(values_of(question), _descriptions(question), strict=True):
             lines.append(f"- {as_json(value)}{f': {meaning}' if meaning else ''}")
@@ -316,7 +317,8 @@ def _statements(question: Question) -> list[str]:
     if isinstance(question, Predicate):
         return [text]
     pairs = zip(values_of(question), _descriptions(question), strict=True)
-    return [f"{text} {meaning or (value if isinstance(value, str) else as_json(value))}" for value, meaning in pairs]
+    shown = (meaning or (value if isinstance(value, str) else as_json(value)) for value, meaning in pairs)
+    return [f"{text} {one}" if text else one for one in shown]
 
 
 # -- Moderations.

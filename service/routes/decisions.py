@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from triptych.service.chat.message_fit import new_separator
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import invalid, too_large
 from triptych.service.core.models import ServedModel
-from triptych.service.dialects import decisions
+from triptych.service.dialects import decisions, systemone
 from triptych.service.dialects.common import fields_of, naming_errors, native_generate
 from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody, Question
 from triptych.service.dialects.decisions import EncodedQuestions, LabelTree
 from triptych.service.dialects.ranking import judges_pairs
+from triptych.service.dialects.systemone import SystemOneBody
 from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
+from triptych.service.http.json_replies import Json
 from triptych.service.http.model_use import choose_model
 from triptych.service.http.route_table import Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import Service, service_of
@@ -35,6 +37,8 @@ routes = Routes("generate")
 _EXAMPLE = Example(
     DECIDE, {"input": "Hello", "questions": [{"type": "predicate", "instructions": "This is a greeting."}]}, own=True
 )
+_GREETS = {"greets": {"type": "noul", "instructions": "This is a greeting."}}
+_NAMED_EXAMPLE = Example(DECIDE, {"state": "Hello", "questions": _GREETS}, own=True)
 _ANCHOR = 16  # characters before a label that are tokenised with it
 
 
@@ -48,17 +52,22 @@ async def decide(request: Request) -> Response:
     """Works with OpenAI's client. Nothing is generated: a model that writes text computes one prefill a question over
     the shared input, and a classifier reads the input with each label.
     """
-    body = await read_body(request, DecisionBody)
-    service = service_of(request)
-    decisions.check(body, service.limits.max_encode_inputs)
-    served = await choose_model(request, body.model, _decides, "writes text or classifies texts", body.timeout_s)
-    body = body.model_copy(update={"model": served.name})
-    if judges_pairs(served):
-        questions = EncodedQuestions(body, served)
-        with naming_errors(questions.names()):
-            return await encode.answer(request, questions.body(), questions.reply)
-    with service.handling(), naming_errors(decisions.NAMES):
-        return await _answer(request, service, body, served)
+    return await _decided(request, await read_body(request, DecisionBody), lambda found: found)
+
+
+@routes.post(
+    "/v1/systemone",
+    "Answer named questions with probabilities, as TypeSafe and Ollama do",
+    json_body(SystemOneBody, systemone=_NAMED_EXAMPLE),
+    replies("The answers, by the names of the questions.", Any),
+)
+async def system_one(request: Request) -> Response:
+    """Works with the clients of TypeSafe and Ollama. The questions are answered as in /v1/decisions."""
+    body = await read_body(request, SystemOneBody)
+    with naming_errors(systemone.names(body)):
+        return await _decided(
+            request, systemone.decision(body), lambda found: systemone.reply(body, found), body.keep_alive
+        )
 
 
 @routes.post(
@@ -88,6 +97,24 @@ def _decides(served: ServedModel) -> bool:
     return judges_pairs(served) or served.config.can_generate
 
 
+async def _decided(
+    request: Request, body: DecisionBody, show: Callable[[Json], Json], keep_alive: float | str | None = None
+) -> Response:
+    """Answer the questions of a body; `show` translates the reply."""
+    service = service_of(request)
+    decisions.check(body, service.limits.max_encode_inputs)
+    served = await choose_model(request, body.model, _decides, "writes text or classifies texts", body.timeout_s)
+    if keep_alive is not None:
+        service.models[served.name].keep_alive_s = float(keep_alive)
+    body = body.model_copy(update={"model": served.name})
+    if judges_pairs(served):
+        questions = EncodedQuestions(body, served)
+        with naming_errors(questions.names()):
+            return await encode.answer(request, questions.body(), lambda *found: show(questions.reply(*found)))
+    with service.handling(), naming_errors(decisions.NAMES):
+        return json_response(show(await _answers(request, service, body, served)))
+
+
 class _Prompts(NamedTuple):
     """The tokens of each question's prompt, and the tree of its labels."""
 
@@ -95,7 +122,7 @@ class _Prompts(NamedTuple):
     trees: list[LabelTree]
 
 
-async def _answer(request: Request, service: Service, body: DecisionBody, served: ServedModel) -> Response:
+async def _answers(request: Request, service: Service, body: DecisionBody, served: ServedModel) -> Json:
     context, info = context_of_request(), service.model_info(served.name)
     check_room(service.client, served)
     before, after = await _around(service, body, served)
@@ -116,7 +143,7 @@ async def _answer(request: Request, service: Service, body: DecisionBody, served
     for question, tree in zip(body.questions, prompts.trees, strict=True):
         shares, mass = tree.shares({path: next(found) for path in tree.branches})
         answers.append(decisions.answer(question, shares, mass=mass))
-    return json_response(decisions.reply(served.name, answers, context.tokens_in, running.cached_tokens))
+    return decisions.reply(served.name, answers, context.tokens_in, running.cached_tokens)
 
 
 async def _around(service: Service, body: DecisionBody, served: ServedModel) -> tuple[list[str], list[str]]:

@@ -112,6 +112,18 @@ def prompts():
     expect([len(one.top_logprobs) for one in raw.logprobs], [2, 2, 2])
 
 
+@feature("decisions")
+def decisions():
+    questions = {
+        "greets": {"type": "noul", "instructions": "It is a greeting."},
+        "tone": {"type": "score", "instructions": "How friendly?", "criteria": ["rude", "polite", "warm"]},
+        "who": {"type": "choice", "instructions": "Who writes?", "criteria": {"friend": None, "boss": "An order."}},
+    }
+    found = client.systemone(CHAT, {"text": "Hello"}, questions, keep_alive="5m")
+    assert 0 < found.answers["greets"].noul < 1 and 0 < found.answers["tone"].score < 2 and found.usage.input_tokens
+    return expect(sorted(found.answers["who"].probabilities), ["boss", "friend"])
+
+
 @feature("embeddings")
 def embeddings():
     return expect_alike(client.embed("embed", TEXTS).embeddings)

@@ -44,6 +44,7 @@ from triptych.service.dialects.pipelines import (
 )
 from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.dialects.systemone import SystemOneBody
 from triptych.service.dialects.text2text import Text2TextBody, TranslationBody
 from triptych.service.schemas.field_paths import walk
 from triptych.service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
@@ -69,6 +70,7 @@ _OLLAMA: dict[str, type[BaseModel]] = {
     "/api/embed": OllamaEmbedBody,
     "/api/embeddings": OllamaEmbeddingsBody,
     "/api/show": ShowBody,
+    "/v1/systemone": SystemOneBody,
 }
 _RANKING: dict[str, type[BaseModel]] = {
     "/v1/embed, /v2/embed (Cohere)": CohereEmbedBody,

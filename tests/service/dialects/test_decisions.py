@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -18,7 +22,7 @@ import torch
 from tests.checkpoints import bert, llama
 from tests.engine.thread_transport import ThreadTransport
 from tests.service.dialects.support import CALLS, TURNS
-from tests.service.support import App, live
+from tests.service.support import App, live, until
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.client.async_engine import AsyncEngine
@@ -142,6 +146,108 @@ def test_four_hundred_questions_share_their_input(client: openai.OpenAI) -> None
     assert reply.usage.input_tokens_details.cached_tokens > 0.5 * reply.usage.input_tokens
     alone = client.decisions.create(model="chat", input=TEXT * 20, questions=asked[7:8])
     assert alone.answers[0] == reply.answers[7]
+
+
+@pytest.mark.parametrize("model", ["chat", "plain", "nli"])
+def test_named_questions_have_the_answers_of_decisions(client: openai.OpenAI, model: str) -> None:
+    """System One's API, which Ollama and TypeSafe have."""
+    levels = ["low", "mid", "high"]
+    asked: Any = [
+        {"type": "predicate", "instructions": "It imports os.\ntrue: so"},
+        {"type": "choice", "instructions": '{"q": "Wh\u00efch?"}', "choices": [{"value": "a", "description": "[1]"}]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": one} for one in levels]},
+        {"type": "score", "instructions": "How?", "levels": [{"label": "0", "description": "x" * 65}, {"label": "1"}]},
+    ]
+    asked[1]["choices"].append({"value": "b"})
+    asked[3]["levels"][1]["description"] = "y"
+    named = {
+        "p": {"type": "noul", "instructions": "It imports os.", "criteria": {"true": "so", "false": None}},
+        "c": {"type": "choice", "instructions": {"q": "Wh\u00efch?"}, "criteria": {"a": [1], "b": None}},
+        "s": {"type": "score", "instructions": "How?", "criteria": levels},
+        "l": {"type": "score", "instructions": "How?", "criteria": ["x" * 65, "y"]},
+    }
+    theirs = client.decisions.create(model=model, input='{"imports": ["os"]}', questions=asked).model_dump()["answers"]
+    body = {"model": model, "state": {"imports": ["os"]}, "questions": named, "keep_alive": "5m"}
+    reply: Any = client.post("/systemone", body=body, cast_to=object)
+    assert reply.keys() == {"model", "answers", "usage"} and reply["model"] == model
+    assert reply["usage"]["input_tokens"] > 0 and reply["usage"]["output_tokens"] == 0
+    found = reply["answers"]
+    assert list(found) == list(named) and found["p"]["noul"] == theirs[0]["probability"]
+    for name, one in zip("csl", theirs[1:], strict=True):
+        shares = [entry["probability"] for entry in one["probabilities"]]
+        entropy = -sum(share * math.log(share) for share in shares)
+        assert list(found[name]["probabilities"].values()) == shares
+        assert found[name]["confidence"] == pytest.approx(1 - entropy / math.log(len(shares)))
+        assert found[name].get("mass") == one.get("mass")
+    assert found["c"]["choice"] == theirs[1]["choice"] and list(found["c"]["probabilities"]) == ["a", "b"]
+    assert found["s"]["score"] == theirs[2]["score"] and found["s"]["legend"] == dict(zip("012", levels, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"state": ""}, "state", "at least 1"),
+        ({"state": 7}, "state", ""),
+        ({"questions": {}}, "questions", "at least 1"),
+        ({"questions": [{"type": "noul"}]}, "questions", ""),
+        ({"questions": {str(at): {"type": "noul", "instructions": "?"} for at in range(401)}}, "questions", "at most"),
+        ({"questions": {"a": {"type": "noul"}}}, "questions.a", "instructions or criteria"),
+        ({"questions": {"a": {"type": "box", "instructions": "?"}}}, "questions.a", "noul, choice or score"),
+        ({"questions": {"a": {"type": "choice", "criteria": {"b": None}}}}, "questions.a.criteria", "at least 2"),
+        ({"questions": {"a": {"type": "score", "criteria": ["x", 1]}}}, "questions.a.criteria[1]", ""),
+        ({"questions": {"a": {"type": "noul", "instructions": "x" * 16_385}}}, "questions.a.instructions", "16384"),
+        (
+            {"model": "toxic", "questions": {"a": {"type": "choice", "criteria": {"b": "", "toxic": ""}}}},
+            None,
+            "no label 'b'",
+        ),
+        ({"state": "word " * 4000}, "state", "maximum context length"),
+        ({"images": ["aGk="]}, "images", "not supported"),
+        ({"stream": True}, "stream", "not supported"),
+        ({"model": "none"}, "model", "none"),
+    ],
+)
+def test_what_named_questions_refuse(
+    client: openai.OpenAI, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    body = {"model": "chat", "state": "a", "questions": {"a": {"type": "noul", "instructions": "?"}}} | fields
+    with pytest.raises(openai.APIStatusError) as error:
+        client.post("/systemone", body=body, cast_to=object)
+    assert error.value.status_code in (400, 404), error.value.body
+    assert message in error.value.message and (param is None or error.value.param == param), error.value.body
+
+
+def test_labels_are_named_as_they_were_sent(client: openai.OpenAI) -> None:
+    body = {"model": "toxic", "state": "a", "questions": {"a b": {"type": "choice", "criteria": {"b": None, "c": "d"}}}}
+    with pytest.raises(openai.BadRequestError, match="model toxic has no label 'b'") as error:
+        client.post("/systemone", body=body, cast_to=object)
+    assert error.value.param == "questions.'a b'"
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "disconnected"])
+def test_what_ends_in_the_middle_frees_everything(client: openai.OpenAI, ends: str) -> None:
+    asked = [{"type": "predicate", "instructions": f"{ends} {at}"} for at in range(400)]
+    body = {"model": "chat", "input": TEXT * 99, "questions": asked, "request_id": ends}
+    url = str(client.base_url)
+
+    with ThreadPoolExecutor(1) as pool:
+        timeout = 0.3 if ends == "disconnected" else 60
+        request = pool.submit(httpx.post, f"{url}decisions", json=body, timeout=timeout)
+        if ends == "cancelled":
+            address = url.replace("v1/", f"requests/{ends}")
+            asyncio.run(until(lambda: httpx.delete(address).status_code == 200))
+            reply = request.result()
+            assert reply.status_code == 409 and reply.json()["error"]["code"] == "cancelled", reply.text
+        else:
+            assert isinstance(request.exception(), httpx.ReadTimeout)
+
+    def freed() -> bool:
+        metrics = httpx.get(url.replace("v1/", "metrics")).text
+        left = re.findall(r'^triptych_(?:requests_running|requests_waiting)\{.*"chat".*\} (\S+)', metrics, re.M)
+        used = re.findall(r'^triptych_kv_blocks\{.*"chat",state="used"\} (\S+)', metrics, re.M)
+        return bool(left) and {*map(float, left + used)} == {0.0}
+
+    asyncio.run(until(freed))
 
 
 def test_messages_calls_and_outputs(client: openai.OpenAI) -> None:
