@@ -52,10 +52,9 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
     found = []
     for runtime in ("local", "ray"):
         found += _hostile(runtime)
-        engine = "-m triptych.model.engine "
-        hangs, quick = _sending(_HALT, engine), ("--stall-timeout", "5")
+        hangs, quick = _sending(_HALT, _ENGINE), ("--stall-timeout", "5")
         found.append(Scenario("engine hangs (stall_timeout 5)", hangs, runtime, quick, allowed=_FAILURES))
-        found.append(Scenario("engine killed", _sending(_KILL, engine), runtime, allowed=_FAILURES))
+        found.append(Scenario("engine killed", _sending(_KILL, _ENGINE), runtime, allowed=_FAILURES))
         if runtime == "ray":
             found += _of_ray()
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
@@ -67,6 +66,8 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
 
 
 _KILL, _HALT = signal.SIGKILL, signal.SIGSTOP
+_ENGINE = "-m triptych.model.engine "
+_BEGUN = frozenset({Ending.ERROR_EVENT})  # only streams that had begun: another replica answers the others
 _FAILURES = frozenset({Ending.ERROR_EVENT, Ending.UNAVAILABLE})
 _CUTS = frozenset({Ending.CUT, Ending.RESET, Ending.UNAVAILABLE})
 # Requests that waited for the only replica arrive at once, and may overflow its queue.
@@ -93,6 +94,7 @@ _UP_AND_DOWN = ((0.02, 25.0), (0.7, 25.0), (0.02, 40.0))  # measuring the capaci
 
 def _of_ray() -> list[Scenario]:
     two = ("--replicas", "2")
+    quick = (*two, "--stall-timeout", "5")
     scales = (
         # One request at a time saturates a replica, so that even a busy machine scales to three.
         *("--replicas", "1-3", "--scale-target", "0.1", "--max-num-seqs", "1", "--max-queued-requests", "64"),
@@ -101,6 +103,8 @@ def _of_ray() -> list[Scenario]:
     return [
         Scenario("replica killed, of 1", _sending(_KILL, "ServeReplica"), "ray", allowed=_CUTS | _CROWD),
         Scenario("Serve's controller killed", _sending(_KILL, "ServeController"), "ray"),
+        Scenario("engine killed, of 2", _sending(_KILL, _ENGINE), "ray", two, allowed=_BEGUN),
+        Scenario("engine hangs, of 2 (stall_timeout 5)", _sending(_HALT, _ENGINE), "ray", quick, allowed=_BEGUN),
         Scenario("replica killed, of 2", _sending(_KILL, "ServeReplica"), "ray", two, allowed=_CUTS),
         Scenario("replica hangs, of 2", _hang_replica, "ray", two, allowed=_CUTS, stages=((0.7, _HANGING_S),)),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),

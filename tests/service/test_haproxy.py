@@ -27,7 +27,7 @@ from tests.service.processes import ROOT
 from triptych.model.api.messages import ModelSpec
 from triptych.model.errors import ConfigError
 from triptych.service.runtimes.ray_serve import environment, haproxy
-from triptych.service.settings.serve_config import ServeConfig
+from triptych.service.settings.serve_config import Scaling, ServeConfig
 from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
@@ -47,8 +47,8 @@ def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: p
 
 
 # HAProxy as Serve starts it, without a cluster: / goes to a replica that is gone, /two to a pair in which one closes
-# connections unanswered, and other paths to a single one, with Serve's own proxy as fallback. Health checks are too
-# rare to notice those faults. It ends when its standard input closes.
+# connections unanswered or refuses, and other paths to a single one, with Serve's own proxy as fallback. Health checks
+# are too rare to notice those faults. It ends when its standard input closes.
 HAPROXY = """
 import asyncio, sys
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -94,10 +94,14 @@ class Staying(BaseHTTPRequestHandler):
 
 
 class Leaving(Staying):
-    """A replica that closes its connection without a reply, though it is healthy."""
+    """A replica that closes its connection without a reply, or refuses, though it is healthy."""
 
     def do_POST(self) -> None:
         type(self).asked += 1
+        if self.path.endswith("/failing"):
+            self.send_error(500)
+        elif self.asked % 2:
+            self.send_error(503)
         self.close_connection = True
 
 
@@ -131,7 +135,8 @@ def haproxy_address(replicas: dict[str, ThreadingHTTPServer]) -> Iterator[tuple[
     """Its address, with heads of 1 s and 64 KiB."""
     port = haproxy.free_port()  # seconds pass until HAProxy has it
     before = dict(os.environ)
-    with environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
+    settings, scaling = ServiceSettings(limits=Limits(receive_s=1.0)), Scaling(2, 2)
+    with environment.prepared(ServeConfig(SPECS, settings, scaling=scaling)):
         ports = (str(port), *(str(replica.server_port) for replica in replicas.values()))
         command = [sys.executable, "-W", "ignore", "-c", HAPROXY, *ports]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
@@ -194,14 +199,18 @@ def test_haproxy_replies_in_the_error_shape_to_a_late_body(haproxy_address: tupl
     assert json.loads(body)["error"]["code"] == "request_too_slow"
 
 
-def test_haproxy_retries_on_another_replica_after_an_empty_response(haproxy_address: tuple[str, int]) -> None:
+def test_haproxy_retries_on_another_replica_after_an_empty_response_or_a_503(haproxy_address: tuple[str, int]) -> None:
     with httpx.Client(base_url="http://{}:{}/two".format(*haproxy_address)) as client:
         while client.get("/info").status_code != 200:  # until both are seen to be well
             time.sleep(0.1)
         before = Staying.asked
         replies = [client.post("/generate", json={"prompt": "a" * 1000}) for _ in range(12)]
-    assert [reply.status_code for reply in replies] == [200] * 12
-    assert Leaving.asked > 0 and Staying.asked == before + 12
+        assert [reply.status_code for reply in replies] == [200] * 12
+        assert Leaving.asked > 1 and Staying.asked == before + 12
+        before = Staying.asked, Leaving.asked
+        replies = [client.post("/failing", json={}) for _ in range(6)]
+    assert {reply.status_code for reply in replies} <= {200, 500}
+    assert Staying.asked + Leaving.asked == sum(before) + 6  # a failed request is not sent again
 
 
 def test_haproxy_falls_back_to_serves_proxy_when_the_only_replica_closes_its_connections(

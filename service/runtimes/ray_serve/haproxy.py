@@ -54,6 +54,7 @@ def variables(config: ServeConfig, session: Path) -> dict[str, str]:
     The folder must be private, because HAProxy's control socket accepts every process that can open it.
     """
     folder = _folder(session)
+    has_several = any(one.scaling.max_replicas > 1 for one in config.applications)
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
@@ -70,8 +71,10 @@ def variables(config: ServeConfig, session: Path) -> dict[str, str]:
         # HAProxy's metrics would cost a datagram a request, parsed in Python, and are not used.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # A request without any byte of a reply is sent to another replica: the first was killed, or closed the
-        # connection while stopping. Computing it twice does no harm.
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        # connection while stopping. Computing it twice does no harm. Among several replicas, a 503 is sent on too: the
+        # replica has done nothing for it, as its engine is starting again. A request that ran when an engine ended is a
+        # 500, which is not sent again, because it may be the cause.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response" + " 503" * has_several,
         # A stopping replica first stops listening, then closes its connections, and each connection that HAProxy kept
         # may cost a retry. The first refused connection marks the replica down (on one machine that is certain), and
         # the next replica, or Serve's own proxy, needs one more. Serve's default of 3 retries was too low.
