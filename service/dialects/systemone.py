@@ -210,6 +210,6 @@ def _answer(question: Noul | NamedChoice | Levels, one: Mapping[str, Any]) -> Js
 
 
 def _concentration(shares: Sequence[float]) -> float:
-    """Return 1 for probabilities of which one is 1, and 0 for equal ones: by their entropy, as in Ollama."""
+    """Return 1 if one probability is 1, and 0 if all are equal: by their entropy, as in Ollama."""
     entropy = -sum(share * math.log(share) for share in shares if share > 0)
     return max(0.0, 1 - entropy / math.log(len(shares)))
