@@ -1,7 +1,9 @@
 """The command `served`, which compares servers over HTTP: triptych, vLLM and llama.cpp's, with the same load generator.
 
-For each model the servers take turns: one is started, gets all workloads, and ends before the next one starts. The
-figures of a row are medians over the turns. Run it on an idle machine; servers and load generator share all cores.
+A turn measures every row once with every server: a server is started for each model, gets the rows of that model, and
+ends before the next one starts. The order of the servers is reversed in every second turn. The figures of a row are
+medians over the turns. With `--json` every measurement is written at once, and the command goes on where an earlier
+one ended. Run it on an idle machine; servers and load generator share all cores.
 """
 
 from __future__ import annotations
@@ -12,54 +14,61 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.bench.busy import QUIET_CORES, CpuClock
 from lab.bench.models import built
 from lab.bench.peers import Unsupported
 from lab.faults.site import Site
 from lab.servers.servers import SERVERS
-from triptych.loadtest.errors import ServerError
+from triptych.loadtest.errors import ServerError, UsageError
 from triptych.loadtest.results import page
 from triptych.loadtest.runs import flags, output
 
-DECODER = ("--target", "openai-completions")
+# Every event says its tokens, so that those of requests that have not ended at the end count.
+_COUNTED = '{"return_token_ids": true}'
+DECODER = ("--target", "openai-completions", "--extra", _COUNTED)
 MIXED = (*DECODER, "--prompt-tokens", "uniform:32-512", "--output-tokens", "uniform:16-256")
 SINGLE = (*DECODER, "--prompt-tokens", "128", "--output-tokens", "64", "--concurrency", "1")
+LONG = (*DECODER, "--prompt-tokens", "2048", "--output-tokens", "2", "--concurrency", "1")
 TEXTS = ("--target", "openai-embeddings", "--prompt-tokens", "uniform:8-256")
 _UNITS = {"tokens": "tokens/s", "requests": "requests/s", "first": "ms", "between": "ms"}
+_DRAIN_S = 5.0  # requests that have not ended then count as unanswered; their tokens count
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Describes a row's load."""
+    """Describes a row's load. Before it is measured, the prompts of all clients have to be computed once."""
 
     model: str
     name: str
     load: Sequence[str]  # arguments of `triptych.loadtest run`
     figures: Sequence[str]  # tokens, requests: a second; first: token, p50; between: tokens, p99
-    seconds: float  # measured, after a fifth of them
+    warmup_s: float
+    measured_s: float
+
+    @property
+    def row(self) -> str:
+        return f"{self.model} {self.name}"
 
 
 WORKLOADS = (
-    Workload("D2", "one stream", SINGLE, ("tokens", "first"), 20),
-    Workload("D2", "x16", (*MIXED, "--concurrency", "16"), ("tokens",), 40),
-    Workload("D2", "x64", (*MIXED, "--concurrency", "64"), ("tokens", "between"), 60),
-    Workload("D3", "one stream", SINGLE, ("tokens",), 30),
-    Workload("D3", "x16", (*MIXED, "--concurrency", "16"), ("tokens",), 60),
-    Workload(
-        *("D3", "a prompt of 2,048"),
-        (*DECODER, "--prompt-tokens", "2048", "--output-tokens", "2", "--concurrency", "1"),
-        *(("first",), 30),
-    ),
-    Workload("N2", "16 clients x 1 text", (*TEXTS, "--texts", "1", "--concurrency", "16"), ("requests",), 20),
-    Workload("N2", "8 clients x 16 texts", (*TEXTS, "--texts", "16", "--concurrency", "8"), ("requests",), 20),
+    Workload("D2", "one stream", SINGLE, ("tokens", "first"), 5, 20),
+    Workload("D2", "x16", (*MIXED, "--concurrency", "16"), ("tokens",), 12, 30),
+    Workload("D2", "x64", (*MIXED, "--concurrency", "64"), ("tokens", "between"), 35, 40),
+    Workload("D3", "one stream", SINGLE, ("tokens",), 8, 20),
+    Workload("D3", "x16", (*MIXED, "--concurrency", "16"), ("tokens",), 30, 40),
+    Workload("D3", "a prompt of 2,048", LONG, ("first",), 4, 30),
+    Workload("N2", "16 clients x 1 text", (*TEXTS, "--texts", "1", "--concurrency", "16"), ("requests",), 3, 12),
+    Workload("N2", "8 clients x 16 texts", (*TEXTS, "--texts", "16", "--concurrency", "8"), ("requests",), 8, 20),
 )
 _RATES = {"tokens": "output_throughput", "requests": "request_throughput"}
-_QUICK = 0.3  # of the seconds
-Found = dict[tuple[str, str, str], dict[str, list[float]]]  # by model, workload, server: values of each figure
 
 
 def add_command(commands: Any) -> None:
@@ -67,73 +76,155 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("served", help="other servers, over HTTP", description=text)
     default = ["triptych", "vllm", "llama.cpp"]
     parser.add_argument("--servers", nargs="+", default=default, choices=list(SERVERS), help="in this order")
-    models = sorted({one.model for one in WORKLOADS})
-    parser.add_argument("--models", nargs="+", default=models, choices=models, help="benchmark models")
-    parser.add_argument("--only", default="", metavar="WORD", help="workloads whose name contains this")
-    parser.add_argument("--turns", type=flags.positive, default=3, metavar="N", help="of each server and model")
-    parser.add_argument("--quick", action="store_true", help="one turn, a third of the seconds: to try the command")
+    rows = ", ".join(workload.row for workload in WORKLOADS)
+    help_text = f"rows whose name contains one of these; none: all of {rows}"
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="WORDS", help=help_text)
+    parser.add_argument("--turns", type=flags.positive, default=3, metavar="N", help="measurements of each row")
+    parser.add_argument("--minutes", type=flags.above_zero, metavar="M", help="start no server after this time")
+    help_text = "times the usual duration of each measurement; a small one tries the command"
+    parser.add_argument("--scale", type=flags.above_zero, default=1.0, metavar="X", help=help_text)
+    help_text = "write every measurement to this file at once, and skip those that it has of the same commit and scale"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="folder of benchmark models")
     parser.set_defaults(command=_command)
 
 
 def _command(options: argparse.Namespace) -> int:
-    found: Found = {}
+    workloads = [one for one in WORKLOADS if any(words in one.row for words in options.rows)]
+    if not workloads:
+        known = ", ".join(one.row for one in WORKLOADS)
+        raise UsageError(f"--rows: found {' '.join(options.rows)!r}, expected parts of {known}")
+    versions = {name: SERVERS[name].version() for name in options.servers}  # makes what is not installed
+    measured = Measurements(options.json, {"commit": page.commit(), "scale": options.scale})
     unable: dict[str, str] = {}
-    for model in options.models:
-        folder = built(model, options.cache)
-        workloads = [one for one in WORKLOADS if one.model == model and options.only in one.name]
-        for turn in range(1 if options.quick else options.turns):
-            for server in options.servers if workloads else ():
-                print(f"{model}: {server}, turn {turn + 1}", file=sys.stderr, flush=True)
-                try:
-                    with SERVERS[server].start(model, folder) as site:
-                        _measure(site, server, folder, workloads, options, found)
-                except (Unsupported, ServerError) as error:
-                    unable[f"{model} {server}"] = str(error)
-                    print(f"{model}: {server}: {error}", file=sys.stderr, flush=True)
-    _print_table(found, options.servers)
-    about = {"kind": "served", "commit": page.commit(), "machine": page.describe(), "quick": options.quick}
-    versions = {name: SERVERS[name].version() for name in options.servers}
-    rows = [
-        {"model": model, "workload": workload, "server": server, "values": values}
-        for (model, workload, server), values in found.items()
-    ]
-    print(output.line(about | {"versions": versions, "rows": rows, "unable": unable}), flush=True)
+    try:
+        _measure_all(workloads, options, measured, unable)
+    finally:  # also of an interrupted run
+        _print_table(measured.figures(), options.servers)
+        for who, reason in unable.items():
+            print(f"{who}: {reason}")
+        about = {"kind": "served", "machine": page.describe(), "versions": versions, "unable": unable}
+        print(output.line(about | measured.context | {"rows": measured.rows}), flush=True)
     return 0
 
 
-def _measure(
-    site: Site,
-    server: str,
-    folder: Path,
-    workloads: Sequence[Workload],
-    options: argparse.Namespace,
-    found: Found,
+def _measure_all(
+    workloads: Sequence[Workload], options: argparse.Namespace, measured: Measurements, unable: dict[str, str]
 ) -> None:
-    """Run the workloads on a server that is ready, and add their figures to `found`."""
-    for seed, workload in enumerate(workloads):
-        seconds = workload.seconds * (_QUICK if options.quick else 1)
-        figures = _figures(_load(site, folder, workload, seconds, seed))
-        row = found.setdefault((workload.model, workload.name, server), {})
-        for name in workload.figures:
-            row.setdefault(name, []).extend([figures[name]] if name in figures else [])
+    began = time.monotonic()
+    for turn, model, server in _order(options.turns, workloads, options.servers):
+        missing = [one for one in workloads if one.model == model and not measured.has(turn, server, one)]
+        if not missing or f"{model} {server}" in unable:
+            continue
+        minutes = (time.monotonic() - began) / 60
+        if options.minutes is not None and minutes > options.minutes:
+            print(f"{options.minutes:g} minutes have passed", file=sys.stderr, flush=True)
+            return
+        print(f"turn {turn}, {model}: {server} ({minutes:.1f} min)", file=sys.stderr, flush=True)
+        folder = built(model, options.cache.resolve())
+        try:
+            with SERVERS[server].start(model, folder) as site:
+                for workload in missing:
+                    measured.add(turn, server, workload, *_load(site, folder, workload, options.scale))
+        except (Unsupported, ServerError) as error:
+            unable[f"{model} {server}"] = str(error)
+            print(f"{model}: {server}: {error}", file=sys.stderr, flush=True)
 
 
-def _load(site: Site, folder: Path, workload: Workload, seconds: float, seed: int) -> dict[str, Any]:
-    """Run the load generator in a process of its own; return its result. Raises `ServerError`."""
+def _order(turns: int, workloads: Sequence[Workload], servers: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield turn, model and server of each start, in the order of measurement."""
+    for turn in range(1, turns + 1):
+        for model in dict.fromkeys(one.model for one in workloads):
+            for server in servers if turn % 2 else reversed(servers):
+                yield turn, model, server
+
+
+class Measurements:
+    """Holds the figures of each measurement, and keeps them in a file of JSON lines if there is one.
+
+    Those that the file has already count if they agree in `context`.
+    """
+
+    def __init__(self, path: Path | None, context: Json) -> None:
+        """Raises `UsageError` if the file cannot be read or written."""
+        self.context, self._path = context, path
+        self._lines: list[Json] = []
+        if path is None:
+            return
+        try:
+            self._lines = (
+                [_checked(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+            )
+            self._write()
+        except OSError as error:
+            raise UsageError(f"--json: {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"--json: {path}: {error}; expected a file that this command wrote") from None
+
+    @property
+    def rows(self) -> list[Json]:
+        return [one for one in self._lines if self.context.items() <= one.items()]
+
+    def has(self, turn: int, server: str, workload: Workload) -> bool:
+        wanted = {"turn": turn, "server": server, "row": workload.row}.items()
+        return any(wanted <= one.items() for one in self.rows)
+
+    def add(self, turn: int, server: str, workload: Workload, figures: Json, others: float | None) -> None:
+        """Keep a measurement; `others` is how many cores other processes used."""
+        where = {"turn": turn, "server": server, "row": workload.row}
+        self._lines.append({**self.context, **where, "others": others, "figures": figures})
+        self._write()
+
+    def figures(self) -> dict[tuple[str, str], list[Json]]:
+        """Return the figures of all turns by row and server."""
+        found: dict[tuple[str, str], list[Json]] = {}
+        for one in self.rows:
+            found.setdefault((one["row"], one["server"]), []).append(one["figures"])
+        return found
+
+    def _write(self) -> None:
+        """Write the whole file, so that it has no half line when the command is killed."""
+        if self._path is not None:
+            making = self._path.with_name(f"{self._path.name}.making")
+            making.write_text("".join(f"{json.dumps(one)}\n" for one in self._lines))
+            making.replace(self._path)
+
+
+def _checked(line: Any) -> Json:
+    """Return a line of the file, or raise `ValueError`."""
+    if not isinstance(line, dict) or not {"turn", "server", "row", "figures"} <= line.keys():
+        raise ValueError(f"found {str(line)[:80]!r}")
+    return line
+
+
+def _load(site: Site, folder: Path, workload: Workload, scale: float) -> tuple[Json, float | None]:
+    """Run the load generator in a process of its own; return the row's figures and the cores that others used.
+
+    Raises `ServerError`.
+    """
+    warmup, seconds = workload.warmup_s * scale, workload.measured_s * scale
+    began, used = CpuClock.now(), site.cpu_s()
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "triptych.loadtest", "run", "--url", site.url, "--model", workload.model]
-        command += ["--tokenizer", str(folder / "tokenizer.json"), "--seed", str(seed), "--out", out, "--quiet"]
-        command += ["--duration", f"{1.2 * seconds:g}", "--warmup", f"{0.2 * seconds:g}", *workload.load]
+        command += ["--tokenizer", str(folder / "tokenizer.json"), "--out", out, "--quiet"]
+        command += ["--seed", str(WORKLOADS.index(workload)), "--drain", str(_DRAIN_S)]
+        command += ["--duration", f"{warmup + seconds:g}", "--warmup", f"{warmup:g}", *workload.load]
         ran = subprocess.run(command, capture_output=True, text=True)
     if not site.running or not ran.stdout.strip():
         said = (ran.stderr.strip().splitlines() or ["the load generator said nothing"])[-1]
         how = "" if site.running else f"the server ended with {site.process.returncode}; "
         raise ServerError(f"{workload.name}: {how}{said}")
-    result: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    now = CpuClock.now()
+    others = now.foreign_cores(began)
+    if others is not None:
+        others = round(max(0.0, others - (site.cpu_s() - used) / (now.wall - began.wall)), 2)
+        if others > QUIET_CORES:
+            print(f"{workload.row}: busy, others used {others} cores", file=sys.stderr, flush=True)
+    result: Json = json.loads(ran.stdout.strip().splitlines()[-1])
     for doubt in result["doubts"]:
-        print(f"{workload.model} {workload.name}: {doubt}", file=sys.stderr, flush=True)
-    return result
+        print(f"{workload.row}: {doubt}", file=sys.stderr, flush=True)
+    found = _figures(result)
+    return {name: found[name] for name in workload.figures if name in found}, others
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, float]:
@@ -147,15 +238,16 @@ def _figures(result: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def _print_table(found: Found, servers: Sequence[str]) -> None:
+def _print_table(found: Mapping[tuple[str, str], Sequence[Json]], servers: Sequence[str]) -> None:
     """Print medians, and in brackets how many times as good the first server is as each other one."""
-    print(f"{'':32}" + "".join(f"{server:>24}" for server in servers))
-    for model, workload in dict.fromkeys(key[:2] for key in found):
-        rows = [found.get((model, workload, server), {}) for server in servers]
-        for figure in next(row for row in rows if row):
-            medians = [statistics.median(row[figure]) if row.get(figure) else None for row in rows]
+    print(f"{'':34}" + "".join(f"{server:>26}" for server in servers))
+    for workload in WORKLOADS:
+        turns = [found.get((workload.row, server), []) for server in servers]
+        for figure in workload.figures if any(turns) else ():
+            values = [[one[figure] for one in server if one.get(figure) is not None] for server in turns]
+            medians = [statistics.median(one) if one else None for one in values]
             cells = [_cell(figure, value, medians[0] if at else None) for at, value in enumerate(medians)]
-            print(f"{model + ' ' + workload + ', ' + figure:32}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+            print(f"{workload.row + ', ' + figure:34}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
 
 
 def _cell(figure: str, value: float | None, first: float | None) -> str:

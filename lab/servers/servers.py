@@ -24,7 +24,7 @@ from lab.servers.environments import made, preloaded
 
 SEQUENCES = 64
 SEQUENCE_TOKENS = 2304  # of a prompt and its output, at most
-_START_S = 900.0  # vLLM compiles at its first start
+_START_S = 2400.0  # vLLM compiles at its first start, for some 15 minutes on two busy cores
 _CACHE_GB = 2
 
 
@@ -70,12 +70,18 @@ def _vllm(name: str, folder: Path) -> Site:
 
 def _llama_cpp(*more: str) -> Callable[[str, Path], Site]:
     def start(name: str, folder: Path) -> Site:
-        if name not in ("D2", "D2S", "D3"):
-            raise Unsupported("only Llama's decoders are written as GGUF with a vocabulary")
+        kind = _config(folder)["model_type"]
+        if kind not in ("llama", "bert"):
+            raise Unsupported("only Llama's decoders and BERT are written as GGUF with a vocabulary")
         cores = str(len(os.sched_getaffinity(0)))
         options = ["--model", str(_gguf(folder)), "--alias", name, "--host", "127.0.0.1", "--no-webui"]
-        options += ["--parallel", str(SEQUENCES), "--ctx-size", str(SEQUENCES * SEQUENCE_TOKENS)]
-        options += ["--batch-size", "2048", "--threads", cores, "--threads-batch", cores, "--no-cache-prompt", *more]
+        options += ["--parallel", str(SEQUENCES), "--batch-size", "2048"]
+        options += ["--threads", cores, "--threads-batch", cores, *more]
+        if kind == "bert":  # a text is computed in one piece
+            tokens = SEQUENCES * _config(folder)["max_position_embeddings"]
+            options += ["--ctx-size", str(tokens), "--ubatch-size", "2048", "--embeddings"]
+        else:
+            options += ["--ctx-size", str(SEQUENCES * SEQUENCE_TOKENS), "--no-cache-prompt"]
         executable = made("llama.cpp") / "llama-server"
         return Site(options, executable=executable, program=(), ready_path="/health", start_s=_START_S, every_core=True)
 

@@ -1,6 +1,6 @@
-"""llama.cpp's number formats on a Llama-shaped checkpoint of ours: written as GGUF, quantised by llama.cpp, scored.
+"""llama.cpp's number formats on a checkpoint of ours: written as GGUF, quantised by llama.cpp, scored.
 
-Token ids are given, so the file has no vocabulary. `llama-cpp-python` and `gguf` are needed.
+Llama, Qwen3 and BERT are written. `gguf` is needed, and `llama-cpp-python` for what llama.cpp computes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,43 +35,51 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
+_BERT_NAMES = {
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+    "word_embeddings": "token_embd",
+    "position_embeddings": "position_embd",
+    "token_type_embeddings": "token_types",
+    "LayerNorm": "token_embd_norm",
+}
 _ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # where llama.cpp calls them otherwise
 
 
 def write_gguf(folder: Path, file: Path, *, vocabulary: bool = False) -> None:
-    """Write a Llama or Qwen3, also with experts, as GGUF, one tensor after another, matrices in their number format.
+    """Write a Llama, Qwen3 (also with experts) or BERT as GGUF, tensor by tensor, matrices in their number format.
 
-    `vocabulary`: with its tokens, if it is a Llama, so that a server can read texts.
+    `vocabulary`: with its tokens, if it is a Llama or BERT, so that a server can read texts.
     """
     import gguf
 
     raw = read_json(folder / "config.json")
-    heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     writer = gguf.GGUFWriter(file, _ARCHITECTURES.get(raw["model_type"], raw["model_type"]))
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(raw.get("num_key_value_heads", heads))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(raw.get("rope_theta", 10_000.0))
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_head_count(raw["num_attention_heads"])
     writer.add_vocab_size(raw["vocab_size"])
+    if raw["model_type"] == "bert":
+        writer.add_layer_norm_eps(raw["layer_norm_eps"])
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        writer.add_token_type_count(raw["type_vocab_size"])
+    else:
+        _add_decoder(writer, raw)
     if vocabulary:
         _add_vocabulary(writer, read_json(folder / "tokenizer.json"), raw)
     else:
         writer.add_tokenizer_model("no_vocab")
-    experts = raw.get("num_experts") or raw.get("num_local_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(raw["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
     with safe_open(folder / "model.safetensors", "pt") as stored:
-        names = _together(stored.keys())
+        names = _together(name for name in stored.keys() if not name.startswith("pooler."))  # noqa: SIM118 (no dict)
         for name, parts in names.items():
             values, kept_as = _kept(_tensor(stored, parts), gguf.GGMLQuantizationType.BF16)
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, kept_as)
@@ -86,12 +94,34 @@ def write_gguf(folder: Path, file: Path, *, vocabulary: bool = False) -> None:
     writer.close()
 
 
+def _add_decoder(writer: Any, raw: dict[str, Any]) -> None:
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    writer.add_head_count_kv(raw.get("num_key_value_heads", heads))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(raw.get("rope_theta", 10_000.0))
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    experts = raw.get("num_experts") or raw.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+
+
 def _add_vocabulary(writer: Any, tokenizer: Any, raw: dict[str, Any]) -> None:
-    """Write a BPE over SentencePiece's signs: llama.cpp joins the pair with the highest score, the earliest merge's."""
+    """Write a WordPiece, or a BPE over SentencePiece's signs.
+
+    Of the latter llama.cpp joins the pair with the highest score, the earliest merge's.
+    """
     import gguf
 
     ids, special = tokenizer["model"]["vocab"], {one["content"] for one in tokenizer["added_tokens"]}
     tokens = sorted(ids, key=ids.__getitem__)
+    if raw["model_type"] == "bert":
+        _add_word_pieces(writer, tokens, special)
+        return
     ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(tokenizer["model"]["merges"])))}
     types = [
         gguf.TokenType.CONTROL
@@ -110,6 +140,23 @@ def _add_vocabulary(writer: Any, tokenizer: Any, raw: dict[str, Any]) -> None:
     writer.add_unk_token_id(0)
 
 
+def _add_word_pieces(writer: Any, tokens: Sequence[str], special: Container[str]) -> None:
+    """Write a WordPiece as llama.cpp reads it: the pieces that begin a word are marked, not those that go on."""
+    import gguf
+
+    def piece(token: str) -> str:
+        if token in special:
+            return token
+        return token.removeprefix("##") if token.startswith("##") else f"\u2581{token}"
+
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([piece(token) for token in tokens])
+    writer.add_token_types([gguf.TokenType.CONTROL if one in special else gguf.TokenType.NORMAL for one in tokens])
+    for name, token in (("bos", "[CLS]"), ("eos", "[SEP]"), ("sep", "[SEP]"), ("unk", "[UNK]"), ("pad", "[PAD]")):
+        getattr(writer, f"add_{name}_token_id")(tokens.index(token))
+
+
 def _together(names: Iterable[str]) -> dict[str, list[str]]:
     """GGUF's tensors with those that are in each: one of ours, or the matrices of all experts of a layer."""
     found: dict[str, list[str]] = {}
@@ -121,9 +168,9 @@ def _together(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _tensor(stored: Any, parts: Sequence[str]) -> Tensor:
-    """One stored tensor, or several as one `[experts, outputs, inputs]`; routers are float32."""
+    """One stored tensor, or several as one `[experts, outputs, inputs]`; routers and BERT's positions are float32."""
     tensors = [stored.get_tensor(name) for name in parts]
-    if parts[0].endswith(".mlp.gate.weight"):
+    if parts[0].endswith((".mlp.gate.weight", "position_embeddings.weight", "token_type_embeddings.weight")):
         return tensors[0].float()
     return torch.stack(tensors) if ".experts." in parts[0] else tensors[0]
 
@@ -147,6 +194,12 @@ def _interleaved(name: str, values: Tensor, raw: dict[str, Any]) -> Tensor:
 
 def _gguf_name(name: str, suffix: str = "") -> str:
     name = name.removeprefix("model.")
+    part, _, kind = name.rpartition(".")
+    if name.startswith("embeddings."):
+        return f"{_BERT_NAMES[part.removeprefix('embeddings.')]}.{kind}"
+    if name.startswith("encoder.layer."):
+        _, _, layer, rest = part.split(".", 3)
+        return f"blk.{layer}.{_BERT_NAMES[rest]}.{kind}"
     if name == "lm_head.weight":
         return "output.weight"
     if name == "embed_tokens.weight":
