@@ -1,9 +1,10 @@
 """The encode engine: packed batches of inputs under a token budget, in the order of arrival, for one model.
 
 The tokens of an input are never split, since attention is bidirectional. A batch takes inputs from the front of the
-queue until the budget is used; no input overtakes another. An input longer than the budget is computed alone, some
-layers a step. The vectors are the last hidden states of the encoder, or of the decoder in a decoder-only model. No KV
-cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into results.
+queue until the budget is used; no input overtakes another. What is more than the budget is computed some layers a
+step: on a CPU several inputs together, as products of few rows cost more per row. The vectors are the last hidden
+states of the encoder, or of the decoder in a decoder-only model. No KV cache is used. `SentenceHead` and
+`VocabularyHead` turn hidden states into results.
 
 On a GPU the host runs ahead: it packs and launches a batch while the device computes the one before, whose results are
 collected after that.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from triptych.model.api.request import (
 from triptych.model.api.stats import StepStats
 from triptych.model.attention.base import AttentionMetadata
 from triptych.model.checkpoint.sentence_transformers import SentenceSettings
-from triptych.model.engine.encode_results import ArrivingResults, LaunchedBatch
+from triptych.model.engine.encode_results import ArrivingResults, LaunchedBatch, PausedBatch
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.sources import blank_source, source_input
 from triptych.model.engine.fault_isolation import run_isolated
@@ -43,21 +44,11 @@ from triptych.model.engine.scheduling.scheduled_step import (
 from triptych.model.network.adapters import Adapters
 from triptych.model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from triptych.model.network.lora import AdapterRuns
-from triptych.model.network.stack import StackPass
 from triptych.model.network.transformer import Transformer
 from triptych.model.vision.processing import ImageProcessing
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
-
-
-@dataclass(slots=True)
-class _PausedInput:
-    """An input that pauses between two layers."""
-
-    request: EncodeRequest
-    stack_pass: StackPass
-    began: float
-    decodes: bool = False  # the encoder is done, the layers are the decoder's
+_PAUSED_TOKENS = 256  # of inputs that are computed some layers a step together; more rows cost hardly less per row
 
 
 class EncodeEngine:
@@ -95,7 +86,7 @@ class EncodeEngine:
         self._pending: LaunchedBatch | None = None
         self._last_collect_time = 0.0
         self._waiting_tokens = 0
-        self._paused: _PausedInput | None = None
+        self._paused: PausedBatch | None = None
 
     @property
     def has_work(self) -> bool:
@@ -115,8 +106,8 @@ class EncodeEngine:
         A pending batch is no demand: without another turn of this engine, `finish_pending` collects it.
         """
         if self._paused is not None:
-            stack_pass, length = self._paused.stack_pass, self._length(self._paused.request)
-            left = self._layer_tokens(length, stack_pass.layers_left)
+            length, stack_pass = self._paused.num_tokens, self._paused.stack_pass
+            left = self._layer_tokens(length, self._num_layers if stack_pass is None else stack_pass.layers_left)
             return StepDemand(
                 waiting=len(self._waiting), whole_tokens=self._layer_tokens(length, 1), all_whole_tokens=left
             )
@@ -175,11 +166,13 @@ class EncodeEngine:
         if self._pending is not None and (pauses or not self._waiting):
             collected, stats = self._collect_pending()
             return outputs + collected, stats
+        if pauses:
+            assert budget.whole_tokens is not None
+            self._paused = PausedBatch(self._next_paused(budget.whole_tokens), began)
+            return self._resume(outputs, began, budget)
         batch = self._next_batch(budget)
         if not batch:
             return outputs, None
-        if pauses:
-            return self._start_paused(batch, outputs, began, budget)
         self._batch = batch
         parts = run_isolated(batch, lambda part: ArrivingResults(self._encode(part)), self.probe)
         self._batch, before = [], self._pending
@@ -204,58 +197,84 @@ class EncodeEngine:
         return outputs, StepStats(self.name, "encode", now - began, tokens, len(outputs), num_whole_tokens=tokens)
 
     def _pauses(self, budget: StepBudget) -> bool:
-        """Whether the first input has more tokens than the budget, so that its layers are divided over steps."""
+        """Whether the layers of what comes next are divided over steps, as it has more tokens than the budget."""
         most = budget.whole_tokens if self._waiting and self.model.can_pause else None
-        return most is not None and self._length(self._waiting[0]) > most
+        if most is None:
+            return False
+        return self._length(self._waiting[0]) > most or (
+            not self._overlap and min(self._waiting_tokens, self._most_paused(most)) > most
+        )
 
-    def _start_paused(
-        self, batch: list[EncodeRequest], outputs: list[EncodeOutput], began: float, budget: StepBudget
-    ) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Start the only input of a batch, whose layers are divided over steps; if it raises here it ends."""
-        self._batch = batch
-        ((_, stack_pass),) = run_isolated(batch, lambda part: self._start_pass(part[0]), self.probe)
-        self._batch = []
-        if stack_pass is None:
-            return [*outputs, EncodeOutput(batch[0].request_id, finish_reason=FinishReason.ERROR)], None
-        self._paused = _PausedInput(batch[0], stack_pass, began)
-        return self._resume(outputs, began, budget)
+    def _most_paused(self, budget: int) -> int:
+        """Return how many tokens to divide over steps together, so that one layer of them is within the budget."""
+        return 0 if self._overlap else min(budget * self._num_layers, _PAUSED_TOKENS, self.max_num_batched_tokens)
+
+    def _next_paused(self, budget: int) -> list[EncodeRequest]:
+        """Remove inputs of one path to divide over steps, at least one, from the front of the queue."""
+        first, left = self._waiting[0], self._most_paused(budget)
+        batch: list[EncodeRequest] = []
+        while self._waiting and len(batch) < self.max_num_seqs:
+            request = self._waiting[0]
+            alike = _path(request) == _path(first) and self._reads_decoder(request) == self._reads_decoder(first)
+            if batch and (not alike or self._length(request) > left):
+                break
+            batch.append(self._waiting.popleft())
+            left -= self._length(request)
+        self._waiting_tokens -= sum(map(self._length, batch))
+        return sorted(batch, key=self._length, reverse=True)  # which balances the load of the threads
 
     def _resume(
         self, outputs: list[EncodeOutput], began: float, budget: StepBudget
     ) -> tuple[list[EncodeOutput], StepStats]:
-        """Compute as many layers of the paused input as the budget allows, at least one."""
+        """Compute as many layers of the paused inputs as the budget allows, at least one.
+
+        If that breaks, each input is computed alone, all of its layers.
+        """
         assert self._paused is not None
-        paused, stack_pass = self._paused, self._paused.stack_pass
-        length, total = self._length(paused.request), stack_pass.layers_done + stack_pass.layers_left
-        layers = total if budget.whole_tokens is None else max(1, budget.whole_tokens * total // length)
-        layers = min(layers, stack_pass.layers_left)
-        ((_, vectors),) = run_isolated([paused.request], lambda _: self._run_layers(paused, layers), self.probe)
-        if vectors is None:
-            outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
-        if vectors:
-            outputs += ArrivingResults(vectors).outputs([paused.request], paused.began)
-        if vectors is None or not paused.stack_pass.layers_left:
+        paused = self._paused
+        layers = [0]  # computed in this step
+
+        def run(part: Sequence[EncodeRequest]) -> list[EncodeResult]:
+            if part is not paused.requests:
+                return self._encode([one for one in part if id(one) not in paused.dropped])
+            found, layers[0] = self._run_layers(paused, budget.whole_tokens)
+            return found
+
+        parts = run_isolated(paused.requests, run, self.probe)
+        for part, results in parts:
+            answered = [one for one in part if id(one) not in paused.dropped]
+            if results is None:
+                outputs += [EncodeOutput(one.request_id, finish_reason=FinishReason.ERROR) for one in answered]
+            elif results:
+                outputs += ArrivingResults(results).outputs(answered, paused.began)
+        if parts[0][0] is not paused.requests or parts[0][1] is None or parts[0][1]:
             self._paused = None
-        tokens = self._layer_tokens(length, layers)
+        tokens = self._layer_tokens(paused.num_tokens, layers[0] or self._num_layers)
         seconds = time.monotonic() - began
-        return outputs, StepStats(self.name, "encode", seconds, tokens, 1, num_whole_tokens=tokens)
+        return outputs, StepStats(self.name, "encode", seconds, tokens, len(paused.requests), num_whole_tokens=tokens)
 
     @property
     def _unanswered(self) -> list[EncodeRequest]:
         """The paused and the waiting inputs, the oldest first."""
-        return [*([self._paused.request] if self._paused is not None else ()), *self._waiting]
+        return [*(self._paused.unanswered if self._paused is not None else ()), *self._waiting]
+
+    @property
+    def _num_layers(self) -> int:
+        return max(1, next(iter(self.model.config.stacks.values())).num_layers)
 
     def _layer_tokens(self, length: int, layers: int) -> int:
         """Convert layers of an input of `length` tokens to the tokens through all layers of equal cost, rounded up."""
-        return -(-length * layers // max(1, next(iter(self.model.config.stacks.values())).num_layers))
+        return -(-length * layers // self._num_layers)
 
     def _drop(self, requests: Sequence[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:
             dropped = set(map(id, requests))
             self._waiting = deque(request for request in self._waiting if id(request) not in dropped)
             self._waiting_tokens = sum(map(self._length, self._waiting))
-            if self._paused is not None and id(self._paused.request) in dropped:
-                self._paused = None
+            if self._paused is not None:
+                self._paused.dropped |= dropped
+                if not self._paused.unanswered:
+                    self._paused = None
         return [EncodeOutput(request.request_id, finish_reason=reason) for request in requests]
 
     def _next_batch(self, budget: StepBudget) -> list[EncodeRequest]:
@@ -277,6 +296,8 @@ class EncodeEngine:
 
     @torch.inference_mode()
     def _encode(self, batch: Sequence[EncodeRequest]) -> list[EncodeResult]:
+        if not batch:
+            return []
         paths = dict.fromkeys(map(_path, batch))
         if len(paths) > 1:
             of_path = {path: self._encode([one for one in batch if _path(one) == path]) for path in paths}
@@ -303,21 +324,31 @@ class EncodeEngine:
         return self.model.decode(inputs) if causal else self.model.encode(inputs)
 
     @torch.inference_mode()
-    def _start_pass(self, request: EncodeRequest) -> StackPass:
-        return self.model.begin(self._pack([request], causal=self.model.encoder is None))
+    def _run_layers(self, paused: PausedBatch, budget: int | None) -> tuple[list[EncodeResult], int]:
+        """Compute as many layers as a budget of tokens allows; return the results, if they were the last ones.
 
-    @torch.inference_mode()
-    def _run_layers(self, paused: _PausedInput, layers: int) -> list[EncodeResult]:
-        """Compute some layers; return the input's result if they were the last ones, else nothing."""
-        paused.stack_pass.advance(layers)
-        if paused.stack_pass.layers_left:
-            return []
-        hidden = paused.stack_pass.finish()
-        if self._reads_decoder(paused.request) and not paused.decodes:
-            paused.stack_pass = self.model.begin_decoder(*self._decoder_input([paused.request], [hidden]))
+        Results are those of the inputs that are not answered. Also return how many layers were computed.
+        """
+        stack_pass = paused.stack_pass
+        if stack_pass is None:
+            paused.stack_pass = stack_pass = self.model.begin(
+                self._pack(paused.requests, causal=self.model.encoder is None)
+            )
+        total = stack_pass.layers_done + stack_pass.layers_left
+        layers = total if budget is None else max(1, budget * total // paused.num_tokens)
+        layers = min(layers, stack_pass.layers_left)
+        stack_pass.advance(layers)
+        if stack_pass.layers_left:
+            return [], layers
+        hidden = stack_pass.finish().split([self._length(request) for request in paused.requests])
+        if self._reads_decoder(paused.requests[0]) and not paused.decodes:
+            paused.stack_pass = self.model.begin_decoder(*self._decoder_input(paused.requests, hidden))
             paused.decodes = True
-            return []
-        return self._results([paused.request], [hidden])
+            return [], layers
+        left = [
+            (one, states) for one, states in zip(paused.requests, hidden, strict=True) if id(one) not in paused.dropped
+        ]
+        return self._results([one for one, _ in left], [states for _, states in left]), layers
 
     def _decoded(self, batch: Sequence[EncodeRequest], hidden: list[Tensor]) -> list[Tensor]:
         """Replace the encoder's states by the decoder's where a classifier reads those; the decoder reads the input."""

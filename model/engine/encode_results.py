@@ -1,14 +1,15 @@
-"""Results of encoded inputs on their way to the host, and the batches that wait for them."""
+"""Batches of inputs to encode that are not done: those that pause, and those whose results are on their way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from triptych.model.api.request import EncodeOutput, EncodeRequest, FinishReason
 from triptych.model.engine.output_heads import EncodeResult
+from triptych.model.network.stack import StackPass
 from triptych.model.system.devices import HostCopies
 
 
@@ -53,3 +54,22 @@ class LaunchedBatch:
             else:
                 outputs += results.outputs(part, self.began)
         return outputs
+
+
+@dataclass(slots=True)
+class PausedBatch:
+    """Inputs of one path that pause between two layers."""
+
+    requests: list[EncodeRequest]
+    began: float
+    stack_pass: StackPass | None = None  # None: not begun
+    decodes: bool = False  # the encoder is done, the layers are the decoder's
+    dropped: set[int] = field(default_factory=set)  # ids of requests that are answered already
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(request.source.num_positions for request in self.requests)
+
+    @property
+    def unanswered(self) -> list[EncodeRequest]:
+        return [request for request in self.requests if id(request) not in self.dropped]

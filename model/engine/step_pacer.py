@@ -41,7 +41,8 @@ MIN_GPU_TOKENS = 256  # the same on a GPU, where fewer take as long
 _WAITING_PER_SLOWDOWN = 8  # waiting sequences that raise the slowdown by 1
 _MAX_DEBT = 0.25  # seconds; the bound on negative credit after a step that was costlier than expected
 _MIN_CHARGE = 1e-4  # seconds
-_MIN_ENCODE_SECONDS = 0.004  # of texts encoded together, if enough wait: one at a time costs more
+_MIN_ENCODE_SECONDS = 0.002  # of texts encoded together, if enough wait: one at a time costs more
+_FILLING = 8  # how much sooner prompts of background work run than its decode steps while its batch is half full
 _MAX_PAUSE = 1.1  # background work between two decode steps, as a multiple of the credit of one
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
@@ -264,7 +265,7 @@ class StepPacer:
         if kind == "decode":
             self._credit -= min_cost
             self._pause += min_cost
-            self._charge(engine, kind, min_cost)
+            self._charge(engine, kind, min_cost, 1 + _FILLING * demand.waiting / demand.decodes)
             return Turn(engine, DECODES_ONLY)
         seconds = min(self._credit, max(min_cost, max_pause - self._pause))
         prompt, whole = prefill.tokens_within(seconds, demand, self._min_chunks[engine[0]])
@@ -289,10 +290,11 @@ class StepPacer:
         self._charge(engine, "prefill", seconds)
         self._planned[engine].append(seconds)
 
-    def _charge(self, engine: EngineKey, kind: str, seconds: float) -> None:
+    def _charge(self, engine: EngineKey, kind: str, seconds: float, times: float = 1.0) -> None:
+        """Charge work to its model and, multiplied by `times`, to its kind."""
         seconds = max(seconds, _MIN_CHARGE)  # else an engine that cannot use its turn would get every turn
         self._background.charge(engine[0], seconds / self._weight(engine))
-        self._background_kinds[engine[0]].charge(f"{engine[1]} {kind}", seconds)
+        self._background_kinds[engine[0]].charge(f"{engine[1]} {kind}", seconds * times)
 
     def _weight(self, engine: EngineKey) -> float:
         return self._weights.get(engine[0], 1.0)

@@ -272,6 +272,56 @@ def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits
     assert outputs[0].data == whole.tobytes()
 
 
+def short_inputs(count: int) -> list[EncodeRequest]:
+    return [EncodeRequest(str(at), "bert", token_source(prompt(4 + at, at))) for at in range(count)]
+
+
+def test_inputs_beyond_the_budget_are_computed_a_layer_a_step_together() -> None:
+    """Check that a budget of 12 of their 22 tokens takes layers of all four, with the bits of whole passes."""
+    requests = short_inputs(4)
+    expected = encoded(engine(), requests)
+    made = engine()
+    for request in requests:
+        made.add(request)
+    layers = made.model.config.stacks["encoder"].num_layers
+    found: dict[str, bytes] = {}
+    for step in range(layers):
+        assert not found and made.demand().whole_tokens == (-(-22 // layers) if step else -(-4 // layers))
+        outputs, stats = made.step(StepBudget(whole_tokens=12))
+        assert stats is not None and stats.num_sequences == 4
+        found |= {output.request_id: output.data for output in outputs}
+    assert not made.has_work
+    assert [found[request.request_id] for request in requests] == [vector.tobytes() for vector in expected]
+
+
+def test_one_of_several_paused_inputs_can_be_aborted_or_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    requests = short_inputs(4)
+    expected = encoded(engine(), requests)
+    for request in requests:
+        made.add(request)
+    made.step(StepBudget(whole_tokens=12))
+    assert [output.request_id for output in made.abort("2", FinishReason.CANCELLED)] == ["2"]
+    assert made.abort("2", FinishReason.CANCELLED) == []
+    real = StackPass.advance
+
+    def advance(self: StackPass, layers: int) -> None:
+        if self._residual.whole.shape[0] in (22, 5):  # all of them, and the second alone
+            raise RuntimeError("broken")
+        real(self, layers)
+
+    monkeypatch.setattr(StackPass, "advance", advance)
+    outputs, _ = made.step(StepBudget(whole_tokens=12))
+    ended = {output.request_id: output for output in outputs}
+    assert {name: output.finish_reason for name, output in ended.items()} == {
+        "0": FinishReason.STOP,
+        "1": FinishReason.ERROR,
+        "3": FinishReason.STOP,
+    }
+    assert all(ended[name].data == expected[int(name)].tobytes() for name in ("0", "3"))
+    assert not made.has_work
+
+
 def test_paused_input_can_be_aborted_and_expire() -> None:
     made = engine()
     for late in (False, True):
@@ -344,7 +394,7 @@ def test_an_input_that_breaks_before_its_first_layer_fails_alone(monkeypatch: py
     made = engine()
     made.add(EncodeRequest("broken", "bert", token_source(prompt(30))))
     made.add(EncodeRequest("next", "bert", token_source(prompt(5))))
-    monkeypatch.setattr(made, "_start_pass", lambda request: 1 / 0)
+    monkeypatch.setattr(type(made.model), "begin", lambda self, inputs: 1 / 0)
     outputs, _ = made.step(StepBudget(whole_tokens=1))
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
     outputs, _ = made.step()

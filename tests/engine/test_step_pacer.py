@@ -188,6 +188,32 @@ def test_streamed_translations_share_with_other_streams() -> None:
     assert shares.between_tokens(CODE, 0.5) <= 2.5 * 0.004 + 0.001
 
 
+@pytest.mark.parametrize(("running", "least", "most"), [(1, 0.9, 0.99), (4, 0.75, 0.95), (7, 0.5, 0.8)])
+def test_a_background_batch_is_filled_before_it_decodes(running: int, least: float, most: float) -> None:
+    """Check the share of background work that eight clients' sources get while some of them decode."""
+    pacer = StepPacer()
+    pacer.observe(CODE, StepWork(0.004, 4))
+    for _ in range(20):
+        pacer.observe(NORMALIZE, StepWork(0.002, 4))
+        pacer.observe(NORMALIZE, StepWork(0.002, 0, 0, 66))
+    waiting = 8 - running
+    demands = {CODE: StepDemand(4, True), NORMALIZE: StepDemand(running, False, waiting, 0, 66, 200 * waiting)}
+    seconds = {"decode": 0.0, "prefill": 0.0}
+    for _ in range(2000):
+        turn = pacer.next(demands)
+        assert turn is not None
+        if turn.engine == CODE:
+            work = StepWork(0.004, 4)
+        elif turn.budget.decodes:
+            work = StepWork(0.002, running)
+            seconds["decode"] += work.seconds
+        else:
+            work = StepWork(3e-5 * max(turn.budget.whole_tokens or 0, 66), 0, 0, max(turn.budget.whole_tokens or 0, 66))
+            seconds["prefill"] += work.seconds
+        pacer.observe(turn.engine, work)
+    assert least < seconds["prefill"] / sum(seconds.values()) < most
+
+
 def test_unsplittable_text_waits_until_the_credit_covers_it() -> None:
     engine = Texts([2000])  # 60 ms
     shares = simulate({CODE: code(), EMBED: engine})
