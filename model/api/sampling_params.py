@@ -140,6 +140,19 @@ class SamplingParams:
         ollama=OWN,
         llama_cpp=OWN,
     )
+    top_n_sigma: float = parameter(  # Tang et al. 2024
+        -1.0,
+        "Sample among the tokens whose logits are at most this many standard deviations of all logits below the "
+        "largest; 0 or -1: off.",
+        1.0,
+        least=-1,
+        most=100,
+        draws=True,
+        beams=Beams.UNREAD,
+        openai=EXTRA,
+        responses=EXTRA,
+        llama_cpp=OWN,
+    )
     epsilon_cutoff: float = parameter(
         0.0, "Tokens below this probability are not drawn.", least=0, most=1, sent=False, folder=True, draws=True
     )

@@ -1,11 +1,11 @@
-"""Random sampling of tokens with temperature and truncation: top-k, top-p, min-p, typical-p, cutoffs.
+"""Random sampling of tokens with temperature and truncation: top-n-sigma, top-k, top-p, min-p, typical-p, cutoffs.
 
 Each row is sampled from one uniform number by inversion of its cumulative distribution, in the vocabulary's order
 (Devroye 1986, section II.2), so the result of a row depends only on that row. Top-k, top-p and min-p keep the tokens
 whose score reaches a threshold, ties included. The threshold is nearly always found in the H highest scores (the head);
 otherwise a longer head is taken, and at last all scores are sorted. On a GPU one Triton kernel does all of this for
-all rows (`triptych.model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p or
-cutoffs everywhere.
+all rows (`triptych.model.sampling.triton_sampling`). This module is its reference, and samples rows with top-n-sigma,
+typical-p or cutoffs everywhere.
 
 Shapes: B rows, V tokens, H tokens of the head.
 """
@@ -32,7 +32,7 @@ _BLOCK = 256  # weights summed together
 _GROUP = 32  # tokens compared at first by their maximum alone
 _FALLBACK = "tokens are drawn in many kernels"
 _CHUNK = 1 << 20  # scores of a chunk of rows, which fits in the CPU's cache
-_COMPUTED = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_COMPUTED = {"temperature", "top_n_sigma", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 if {name for name, column in SAMPLING.items() if column.row.draws} != _COMPUTED:
     raise TypeError(f"parameters that draw tokens are computed here, and no others: {', '.join(sorted(_COMPUTED))}")
 
@@ -99,6 +99,10 @@ def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], uniforms: Se
     device = logits.device
     scaled = logits / _column([p.temperature for p in params], device, torch.float32)
     scaled -= scaled.amax(dim=-1, keepdim=True)
+    wide = [i for i, p in enumerate(params) if p.top_n_sigma > 0]
+    if wide:
+        at = device_tensor(wide, device, torch.int64)
+        scaled[at] = _truncate_deviating(scaled[at], _column([params[i].top_n_sigma for i in wide], device))
     weights = scaled.exp()
     truncated = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
     if len(truncated) == len(params):
@@ -230,6 +234,14 @@ def _cut_off(weights: Tensor, epsilon: Tensor, eta: Tensor) -> Tensor:
     entropy = -(probs * probs.log()).nansum(dim=-1, keepdim=True)
     least = torch.minimum(eta, eta.sqrt() * (-entropy).exp())
     return weights.masked_fill((probs < least) & (probs < probs.amax(dim=-1, keepdim=True)), 0.0)
+
+
+def _truncate_deviating(scaled: Tensor, n: Tensor) -> Tensor:
+    """Keep the scores within `n` standard deviations of the largest, which is 0; -inf is no score."""
+    scores = scaled.double()
+    mean = scores.masked_fill(scaled.isneginf(), torch.nan).nanmean(dim=-1, keepdim=True)
+    variance = (scores - mean).square().masked_fill(scaled.isneginf(), torch.nan).nanmean(dim=-1, keepdim=True)
+    return scaled.masked_fill(scores < -n * variance.sqrt(), -torch.inf)
 
 
 def _truncate_typical(weights: Tensor, typical_p: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 The steps are, in the literature's usual order: logit biases; penalties of the source's tokens and of repetition,
 presence and frequency; the growing chance of an end; banned tokens, grammar masks and rules of timestamps;
-temperature; top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024); typical-p; cutoffs; sampling. Random
-numbers are counter-based: one uniform number for (seed, sequence index, output position), independent of other rows
-and of earlier steps. Temperature 0 is argmax.
+temperature; top-n-sigma (Tang et al. 2024); top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024);
+typical-p; cutoffs; sampling. Random numbers are counter-based: one uniform number for (seed, sequence index, output
+position), independent of other rows and of earlier steps. Temperature 0 is argmax.
 """
 
 from __future__ import annotations

@@ -128,7 +128,6 @@ class InfillBody(Extended, Parameters):
     dry_allowed_length: Annotated[Any, Ignored(_OFF)] = None
     dry_penalty_last_n: Annotated[Any, Ignored(_OFF)] = None
     dry_sequence_breakers: Annotated[Any, Ignored(_OFF)] = None
-    top_n_sigma: Annotated[Any, Refused(-1, -1.0)] = None
     post_sampling_probs: NotTrue = None
     timings_per_token: NotTrue = None
     return_progress: NotTrue = None

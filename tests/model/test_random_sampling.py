@@ -72,11 +72,12 @@ def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone() -> None:
         SamplingParams(temperature=0.7, top_k=50),
         SamplingParams(temperature=1.0, min_p=0.1),
         SamplingParams(temperature=1.0, typical_p=0.5),
-    ] * 10
-    uniforms = [((7 * i) % 50) / 50 for i in range(50)]
-    rows = torch.cat((scores(50_257, 0.5, 25), scores(50_257, 6.0, 25, seed=1)))
+        SamplingParams(temperature=1.0, top_n_sigma=3.0, top_p=0.9),
+    ] * 9
+    uniforms = [((7 * i) % 54) / 54 for i in range(54)]
+    rows = torch.cat((scores(50_257, 0.5, 27), scores(50_257, 6.0, 27, seed=1)))
     together = sample_rows(rows, kinds, uniforms).tolist()
-    assert together == [int(sample_rows(rows[i : i + 1], [kinds[i]], [uniforms[i]])) for i in range(50)]
+    assert together == [int(sample_rows(rows[i : i + 1], [kinds[i]], [uniforms[i]])) for i in range(54)]
 
 
 @pytest.mark.parametrize(("epsilon", "eta"), [(0.002, 0.0), (0.0, 0.004), (0.001, 0.01), (0.9, 0.0), (0.0, 0.9)])
@@ -94,6 +95,26 @@ def test_cutoffs_leave_what_they_leave_in_transformers(epsilon: float, eta: floa
     middles = (points - theirs[0].softmax(-1).double()[sorted(left)] / 2).tolist()
     assert sample_rows(row.expand(len(left), -1), [params] * len(left), middles).tolist() == sorted(left)
     assert len(left) < 200 or spread < 1
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("n", "temperature"), [(0.5, 1.0), (1.0, 1.0), (1.0, 4.0), (1.5, 0.7), (-1.0, 1.0), (0.0, 1.0)]
+)
+def test_top_n_sigma_keeps_the_largest_logits_by_their_deviation(n: float, temperature: float, top_p: float) -> None:
+    row = scores(300, 2.0)
+    row[0, [3, 77]] = float("-inf")  # banned tokens are not among the logits
+    finite = row[0][row[0].isfinite()].double().numpy()
+    left = row[0].double().numpy() >= (finite.max() - n * finite.std() if n > 0 else finite.min())
+    weights = np.where(left, np.exp((row[0].double().numpy() - finite.max()) / temperature), 0.0)
+    order = np.argsort(-weights, kind="stable")
+    mass = weights[order].cumsum() / weights.sum()
+    kept = sorted(order[: int((mass < top_p).sum()) + 1 if top_p < 1 else int(left.sum())].tolist())
+    ends = weights[kept].cumsum() / weights[kept].sum()  # where each token's interval ends
+    middles = (ends - weights[kept] / weights[kept].sum() / 2).tolist()
+    params = SamplingParams(temperature=temperature, top_n_sigma=n, top_p=top_p)
+    assert sample_rows(row.expand(len(kept), -1), [params] * len(kept), middles).tolist() == kept
+    assert (len(kept) == 298) == (n <= 0 and top_p == 1)
 
 
 def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:

@@ -184,6 +184,12 @@ def test_the_body_of_llama_vim(app: App) -> None:
     assert (params.top_k, params.top_p, params.min_p, params.temperature) == (40, 0.99, 0.05, 0.8)
 
 
+@pytest.mark.parametrize("n", [-1, 1.5])
+def test_infill_takes_top_n_sigma(app: App, n: float) -> None:
+    assert infill(app, top_n_sigma=n).json()["generation_settings"]["top_n_sigma"] == n
+    assert app.client.submitted[0].params.top_n_sigma == n
+
+
 def test_the_body_of_llama_vscode_that_only_reads(app: App) -> None:
     found = infill(app, **VSCODE_UPDATE).json()
     assert (found["content"], found["tokens_predicted"], found["tokens_cached"]) == ("", 0, found["tokens_evaluated"])
@@ -246,6 +252,7 @@ def test_an_indent_ends_the_output() -> None:
         ({"prompt": ["a"]}, "prompt"),
         ({"input_prefix": None}, "input_prefix"),
         ({"mirostat": 2}, "mirostat"),
+        ({"top_n_sigma": 101}, "top_n_sigma"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"n_cmpl": 2}, "n_cmpl"),
         ({"n_predict": 64}, "n_predict"),

@@ -77,10 +77,13 @@ def test_completion_defaults(client: openai.OpenAI, app: App) -> None:
     params = app.client.submitted[0].params
     assert (params.max_tokens, params.temperature) == (16, 1.0)
     app.served["gen"].checkpoint.sampling_defaults["temperature"] = 0.5
-    client.completions.create(model="gen", prompt="ab", seed=-1, extra_body={"top_k": -1, "min_p": 0.1})
+    client.completions.create(
+        model="gen", prompt="ab", seed=-1, extra_body={"top_k": -1, "min_p": 0.1, "top_n_sigma": 1.5}
+    )
     app.served["gen"].checkpoint.sampling_defaults.clear()
     params = app.client.submitted[1].params
     assert (params.temperature, params.top_k, params.min_p, params.seed) == (0.5, 0, 0.1, 2**63 - 1)
+    assert params.top_n_sigma == 1.5
 
 
 def test_token_id_prompts_and_n(client: openai.OpenAI, app: App) -> None:
