@@ -59,7 +59,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     gpu_share: float = 1.0  # of the GPU that belongs to this process; other replicas have the rest
     cuda_graphs: bool = True  # on a GPU: record decode steps and batches to encode at start; takes seconds
-    slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
+    slow_fallbacks: str = "allow"  # refuse: do not start where Triton, CUDA graphs, fused or C kernels fail
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
     num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts; 0: none
     draft_model: str | None = None  # folder of a small model that drafts too, of the same vocabulary

@@ -40,6 +40,7 @@ from triptych.model.engine.planning.memory_plan import plan_memory, plan_share
 from triptych.model.engine.speculation.plan import DraftPlan
 from triptych.model.engine.warmup import warm_up
 from triptych.model.errors import ConfigError
+from triptych.model.native.library import native
 from triptych.model.network.activation_dump import VARIABLE, dump_folder
 from triptych.model.network.adapters import load_adapters
 from triptych.model.network.lora import LoraAdapter
@@ -274,12 +275,14 @@ def slow_ways(
     device: torch.device,
     draft: DraftPlan | None = None,
 ) -> tuple[str, ...]:
-    """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
+    """Return what runs slower here than it could, with the reason; choices of the settings do not count.
 
     `unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be.
     """
     cuda = device.type == "cuda"
     slow = [*fallbacks.found()] if cuda else []
+    if device.type == "cpu" and engine.attention_backend == "auto" and isinstance(without := native(), str):
+        slow.append(f"torch computes in place of the C kernels, several times slower: {without}")
     slow += [f"{told}: {selection.faults[part]}" for part, told in _REPLACED.items() if part in selection.faults]
     broken = any(map(kernel_faults.is_attention, selection.faults))
     selections = {"attention": selection}

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 import time
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 from triptych.model.system.cache_folders import user_cache
 
@@ -94,13 +96,17 @@ _SOURCES = Path(__file__).parent / "kernels"
 _PREBUILT = Path(__file__).parent / "prebuilt"
 _FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _SECONDS = 300  # a compiler that takes longer is stuck
+_UNWRITABLE = "nothing can be written into the cache folder; set XDG_CACHE_HOME to a folder of your own"
+_ELF = struct.Struct(
+    "<6s34xQ10xHH2x"
+)  # magic, 64 bits, little-endian; the table of sections, which is last in the file
 _CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 
 logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """There is no native library on this machine. The message says why, without paths."""
+    """There is no native library on this machine. The message says why, without paths; its cause may have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,11 @@ def prebuilt() -> Built | None:
 def compiled_earlier() -> Built | None:
     """Find the library for this machine in the cache; None if there is none. Raises `BuildError` without a compiler."""
     library, _, _ = _for_this_cpu()
-    return Built(library, "compiled for this CPU") if library.exists() else None
+    if _is_whole(library):
+        return Built(library, "compiled for this CPU")
+    if not os.access(library.parent, os.W_OK | os.X_OK):
+        raise BuildError(_UNWRITABLE)
+    return None
 
 
 def cpu_levels() -> list[Level]:
@@ -142,23 +152,50 @@ def _for_this_cpu() -> tuple[Path, str, tuple[str, ...]]:
 
 
 def build() -> Built:
-    """Find the library for this machine in the cache, or compile it. Raises `BuildError`."""
+    """Find the library for this machine in the cache, or compile it. Raises `BuildError`.
+
+    A damaged library is compiled again.
+    """
     library, compiler, flags = _for_this_cpu()
     folder = library.parent
     built = Built(library, "compiled for this CPU")
-    if library.exists():
+    if _is_whole(library):
         return built
     try:
         with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():  # another process may have been quicker
+            _lock(lock)
+            if not _is_whole(library):  # another process may have been quicker
                 began = time.monotonic()
                 logger.info("compiling the native kernels for this CPU, once: about a minute")
                 _compile(compiler, flags, library)
                 logger.info("compiled the native kernels for this CPU in %.1f s", time.monotonic() - began)
     except OSError as error:  # read-only, full
-        raise BuildError(f"nothing can be written into the cache folder ({type(error).__name__})") from None
+        raise BuildError(_UNWRITABLE) from error
     return built
+
+
+def _lock(file: IO[str]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process, which compiles the native kernels")
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether there is an ELF file that is as long as its header says.
+
+    A signal ends a process that loads a library whose end is missing.
+    """
+    try:
+        with open(library, "rb") as file:
+            header, size = file.read(_ELF.size), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF.size:
+        return False
+    magic, sections, bytes_each, count = _ELF.unpack(header)
+    return bool(magic == b"\x7fELF\x02\x01" and size >= sections + bytes_each * count)
 
 
 def build_portable(folder: Path, levels: Sequence[Level] = LEVELS, machine: str | None = None) -> list[Path]:
@@ -189,7 +226,7 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except (OSError, RuntimeError) as error:
-        raise BuildError(f"no cache folder can be made ({type(error).__name__})") from None
+        raise BuildError("no cache folder can be made; set XDG_CACHE_HOME to a folder of your own") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise BuildError("the cache folder is not ours alone: another user could put code there")
     return folder
@@ -253,6 +290,8 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
         linked = Path(name) / library.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked), "-lm"])
         linked.chmod(0o755)  # whatever the umask: only the owner may write a library that is loaded
+        with open(linked, "rb") as written:
+            os.fsync(written.fileno())  # else a crash of the machine may leave a part under the final name
         os.replace(linked, library)
 
 

@@ -297,6 +297,9 @@ def native() -> Library | str:
         try:
             built = find()
         except BuildError as error:
+            logger.warning(
+                "there are no native kernels: %s", f"{error} ({error.__cause__})" if error.__cause__ else error
+            )
             return str(error)
         if built is None:
             continue

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from triptych.model.system.control_group import group_folders
+
 VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 1024
 
-_GROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
-_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
-def cpu_quota(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float | None:
+def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs the control groups of this process allow (versions 1 and 2); None without a limit.
 
     A group is also held by the limits of the groups that it is in.
     """
-    return min(_quotas(root, own), default=None)
+    return min(_quotas(root), default=None)
 
 
 def usable_cpus() -> int:
@@ -66,37 +66,10 @@ def _given(text: str) -> int | None:
     return min(int(first), MOST_THREADS) or None if first.isascii() and first.isdigit() else None
 
 
-def _quotas(root: Path, own: Path) -> Iterator[float]:
-    for base, group in _own_groups(root, own):
-        folder = base / group
-        while True:
+def _quotas(root: Path) -> Iterator[float]:
+    for folder in group_folders("cpu", root):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with suppress(OSError, ValueError):
-                if (folder / "cpu.max").is_file():
-                    limit, period = (folder / "cpu.max").read_text().split()
-                else:
-                    limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                if limit.strip() not in ("max", "-1"):
+                limit, period = " ".join((folder / name).read_text() for name in names).split()
+                if limit not in ("max", "-1"):
                     yield int(limit) / int(period)
-            if folder == base:
-                break
-            folder = folder.parent
-
-
-def _own_groups(root: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folder of each hierarchy that limits CPUs, and the path of this process's group below it.
-
-    A container may see its group as the root, and the path that its host knows: then only the root exists.
-    """
-    lines = []
-    with suppress(OSError):
-        lines = own.read_text().splitlines()
-    groups = {}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        groups[controllers] = path.strip("/")
-    yield root, groups.get("", "")
-    for controllers, path in groups.items():
-        if "cpu" in controllers.split(","):
-            yield root / "cpu", path
-    if not any("cpu" in controllers.split(",") for controllers in groups):
-        yield root / "cpu", ""

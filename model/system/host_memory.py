@@ -7,23 +7,25 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_CGROUP_FILES = (  # limit, usage, statistics and its field of file cache, for cgroup versions 2 and 1
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
-    (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "sys/fs/cgroup/memory/memory.stat",
-        "total_inactive_file",
-    ),
+from triptych.model.system.control_group import group_folders
+
+_GROUP_FILES = (  # limit, usage, and the field of memory.stat for the file cache, for cgroup versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def available_memory(root: Path = Path("/"), *, mapped: int = 0) -> int:
-    """Return the available bytes of the machine or, if less, of the container; file cache counts as available.
+    """Return the available bytes of the machine or, if less, of the control group; file cache counts as available.
 
     `mapped` bytes of the file cache are in use and do not count.
     """
-    of_groups = [left for files in _CGROUP_FILES if (left := _left_to_cgroup(root, mapped, *files)) is not None]
+    of_groups = [
+        left
+        for folder in group_folders("memory", root)
+        for files in _GROUP_FILES
+        if (left := _left_to_group(folder, mapped, *files)) is not None
+    ]
     machine = _read_fields(root / "proc/meminfo").get("MemAvailable:")  # in KiB
     if machine is None:
         return min([os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *of_groups])
@@ -41,15 +43,13 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _left_to_cgroup(
-    root: Path, mapped: int, limit_file: str, usage_file: str, stat_file: str, cache_field: str
-) -> int | None:
-    """Return the bytes left to the control group; None without a group or a limit ("max" or a huge number)."""
+def _left_to_group(folder: Path, mapped: int, limit_file: str, usage_file: str, cache_field: str) -> int | None:
+    """Return the bytes left to a control group; None without a group or a limit ("max" or a huge number)."""
     try:
-        limit, used = (root / limit_file).read_text().strip(), int((root / usage_file).read_text())
+        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    cached = max(0, _read_fields(root / stat_file).get(cache_field, 0) - mapped)
+    cached = max(0, _read_fields(folder / "memory.stat").get(cache_field, 0) - mapped)
     return max(0, int(limit) - used + cached) if limit.isdigit() else None
 
 

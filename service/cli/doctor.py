@@ -89,10 +89,10 @@ def _kernels(_: Mapping[str, Any]) -> Iterator[Check]:
         library, why = build.prebuilt(), str(error)
     if library is not None:
         yield from _loaded(library)
-    elif compiler:
+    elif not why:
         yield Check("kernels", "ok", "none yet: the first start compiles them, in about a minute")
     else:
-        advice = "install GCC, or a wheel with compiled kernels"
+        advice = "see the line of the kernels cache" if compiler else "install GCC, or a wheel with compiled kernels"
         yield Check("kernels", "warning", f"none: torch computes, several times slower ({why})", advice)
     yield Check("compiler", "ok", compiler or f"{why}; it is not needed" if compiler or library else why)
 
@@ -144,10 +144,17 @@ def _caches(settings: Mapping[str, Any]) -> Iterator[Check]:
             yield _cache(f"{name} cache", folder)
 
 
+_MOVED_BY = {
+    "weights cache": "TRIPTYCH_WEIGHTS_CACHE or XDG_CACHE_HOME",
+    "kernels cache": "XDG_CACHE_HOME",
+    "hub cache": "HF_HOME",
+}
+
+
 def _cache(name: str, folder: Path) -> Check:
     there = next((one for one in (folder, *folder.parents) if one.exists()), Path("/"))
     if not os.access(there, os.W_OK | os.X_OK):
-        return Check(name, "warning", f"{folder} cannot be written", "nothing is kept for the next start")
+        return Check(name, "warning", f"{folder} cannot be written", f"set {_MOVED_BY[name]} to a folder of your own")
     if there == folder and name != "hub cache" and (reason := untrusted(folder.stat())):
         return Check(name, "warning", f"{folder} {reason}", "it is not used: make it writable for yourself alone")
     free = shutil.disk_usage(there).free

@@ -365,7 +365,7 @@ class Metrics:
         self._memory = self._gauge("model_memory_bytes", "Bytes of a model's weights and KV cache.")
         self._fallbacks = self._gauge(
             "slow_fallbacks",
-            "Parts of a model that run slower on this GPU than they could, as in /info.",
+            "Parts of a model that run slower here than they could, as in /info.",
             over_replicas="max",
         )
         labels = ("version", "form", "dtype", "attention")

@@ -376,7 +376,8 @@ OPTIONS: tuple[Option, ...] = (
         "slow_fallbacks",
         one_of(*SLOW_FALLBACKS),
         _ENGINE.slow_fallbacks,
-        "if kernels fail their check on a GPU, or CUDA graphs do not work: warn and run slower, or refuse to start",
+        "if kernels fail their check on a GPU, CUDA graphs do not work, or a CPU has no C kernels: "
+        "warn and run slower, or refuse to start",
         "|".join(SLOW_FALLBACKS),
         per_model=True,
         group=groups.BATCHES,

@@ -35,7 +35,15 @@ def nothing_noted() -> Iterator[None]:
 def test_no_fallback_is_reported_if_all_works_or_was_set() -> None:
     assert slow_ways(EngineConfig(), TRITON, {}, GPU) == ()
     assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, {"decode steps": ""}, GPU) == ()
-    assert slow_ways(EngineConfig(), TORCH, {}, CPU) == ()
+
+
+def test_a_cpu_without_kernels_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "native", lambda: "no GCC is installed")
+    slow = slow_ways(EngineConfig(), TORCH, {}, CPU)
+    assert slow == ("torch computes in place of the C kernels, several times slower: no GCC is installed",)
+    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, {}, CPU) == ()
+    monkeypatch.setattr(loading, "native", lambda: object())
+    assert slow_ways(EngineConfig(dtype="float16"), TORCH, {}, CPU) == ()
 
 
 def test_every_fallback_is_reported_with_its_reason() -> None:

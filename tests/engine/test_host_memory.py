@@ -24,6 +24,24 @@ OLD = {
     "sys/fs/cgroup/memory/memory.usage_in_bytes": "150000",
     "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20000\n",
 }
+UNIT = {  # a unit of systemd, in a slice that has a limit too
+    "proc/self/cgroup": "0::/a.slice/b.service\n",
+    "sys/fs/cgroup/a.slice/memory.max": "90000\n",
+    "sys/fs/cgroup/a.slice/memory.current": "50000\n",
+    "sys/fs/cgroup/a.slice/b.service/memory.max": "80000\n",
+    "sys/fs/cgroup/a.slice/b.service/memory.current": "30000\n",
+}
+OLD_UNIT = {
+    "proc/self/cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n",
+    **{name.replace("memory/", "memory/box/"): text for name, text in OLD.items()},
+}
+
+
+def written(files: dict[str, str], root: Path) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
 
 
 @pytest.mark.parametrize(
@@ -35,13 +53,13 @@ OLD = {
         (MACHINE | NEW | {"sys/fs/cgroup/memory.max": "max\n"}, 600 * 1024),
         (MACHINE | OLD | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, 600 * 1024),
         (MACHINE | NEW | {"sys/fs/cgroup/memory.current": "500000"}, 0),
+        (MACHINE | UNIT, 40_000),
+        (MACHINE | NEW | {"proc/self/cgroup": "0::/seen/from/outside\n"}, 190_000),
+        (MACHINE | OLD_UNIT, 70_000),
     ],
 )
-def test_minimum_of_machine_and_container(files: dict[str, str], expected: int, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert available_memory(tmp_path) == expected
+def test_minimum_of_machine_and_control_groups(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert available_memory(written(files, tmp_path)) == expected
 
 
 def test_of_this_machine_and_without_any_of_these_files(tmp_path: Path) -> None:

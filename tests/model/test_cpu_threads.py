@@ -44,13 +44,11 @@ def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_quota_is_the_least_of_all_groups(
     own: str | None, files: dict[str, str], expected: float | None, tmp_path: Path
 ) -> None:
-    for name, text in files.items():
+    placed = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (placed | ({"proc/self/cgroup": own} if own is not None else {})).items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    groups = tmp_path / "groups"
-    if own is not None:
-        groups.write_text(own)
-    assert cpu_threads.cpu_quota(tmp_path, groups) == expected
+    assert cpu_threads.cpu_quota(tmp_path) == expected
 
 
 @pytest.mark.usefixtures("four_cpus")

@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from triptych.model.native.structures import (
 )
 from triptych.model.network.inputs import packed_input
 from triptych.model.network.native_scratch import planned_scratch
+from triptych.model.system.cache_folders import user_cache
 
 
 def test_sanitizers_see_every_entry_point() -> None:
@@ -235,6 +237,9 @@ def test_the_library_is_built_once_and_again_for_another_source(
     assert first.path.stat().st_mtime_ns == written
     assert first.path.parent.stat().st_mode & 0o777 == 0o700
     assert first.path.stat().st_mode & 0o777 == 0o755
+    os.truncate(first.path, 200)
+    assert build.compiled_earlier() is None
+    assert build.build() == first and first.path.stat().st_size > 200
     (sources / "one.c").write_text("int one(void) { return 2; }\n")
     assert build.build() != first
     (sources / "one.c").write_text("int one(void) { return }\n")
@@ -248,6 +253,20 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
     os.chmod(tmp_path / "triptych", 0o777)
     with pytest.raises(build.BuildError, match="not ours alone"):
         build.cache_folder()
+
+
+@pytest.mark.parametrize("home", ["", "relative", None])
+def test_a_cache_never_depends_on_the_working_directory(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_dir="/home/someone"))
+    if home is None:
+        monkeypatch.delenv("HOME", raising=False)
+    else:
+        monkeypatch.setenv("HOME", home)
+    assert user_cache() == Path("/home/someone/.cache/triptych")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["no such user"])
+    with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME"):
+        user_cache()
 
 
 def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(

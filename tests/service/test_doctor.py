@@ -90,6 +90,18 @@ def test_without_kernels_and_compiler_there_is_a_warning(
     assert "torch computes" in found["kernels"]["found"]
 
 
+def test_a_cache_that_cannot_be_made_is_why_there_are_no_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
+    monkeypatch.setattr(build, "prebuilt", lambda: None)
+    monkeypatch.setattr(build, "_compiler", lambda: ("gcc", "gcc 12"))
+    found = checks(capsys, "--port", "0")[1]
+    assert found["kernels"]["status"] == "warning" and "no cache folder can be made" in found["kernels"]["found"]
+    assert "XDG_CACHE_HOME" in found["kernels cache"]["advice"] and "HF_HOME" in found["hub cache"]["advice"]
+
+
 def test_caches_that_others_can_write_are_named(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     (own_cache / "triptych").mkdir()
     (own_cache / "triptych" / "weights").mkdir()
