@@ -31,6 +31,9 @@ class RequestContext:
     tenant: str = ""  # a hash that identifies the API key; empty without keys
     tokens_in: int = 0
     tokens_out: int = 0
+    cached_tokens: int = 0  # of the input, found in the prefix cache
+    running: int = 0  # sequences of the model that ran when the first output came
+    phases_ms: tuple[float, float, float] | None = None  # in the queue, prefill and decode; None: no output came
     accepted: bool = False  # by the engine; until then the request can be rejected
     rejection: str = ""  # why it was refused
     outcome: str = ""  # how it ended, if it was accepted

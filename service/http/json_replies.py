@@ -130,6 +130,7 @@ class Generation:
         self._job.context.tokens_out = self.completion_tokens
         if output.cached_tokens:
             self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
+            self._job.context.cached_tokens = sum(self._cached.values())
         if output.error is not None and self._plan.constraint is not None:
             self.failure = invalid_grammar(self._plan.constraint.param, output.error)
         if output.finish_reason is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -45,7 +44,7 @@ class Job:
         self,
         context: RequestContext,
         engine_ids: tuple[str, ...],
-        on_close: Callable[[Job], None],
+        owner: Jobs,
         stream: Closable | None,
     ) -> None:
         self.request_id = context.request_id
@@ -55,7 +54,7 @@ class Job:
         self.goes_on = False  # whether more requests to the engine follow, until there is an outcome
         self.is_cancelled = False  # whether no more requests may follow
         self.context = context
-        self._on_close = on_close
+        self._owner = owner
         self._stream = stream
         self._closed = False
         self._scheduled: float | None = None
@@ -69,6 +68,7 @@ class Job:
             self._scheduled = scheduled if self._scheduled is None else min(self._scheduled, scheduled)
         if self._first is None:
             self._first = now
+            self.context.running = self._owner.running(self.context.model)
 
     def end(self, outcome: FinishReason) -> None:
         """Set the outcome; only the first call counts."""
@@ -86,7 +86,7 @@ class Job:
                 await self._stream.aclose()
         finally:
             self.end(FinishReason.CANCELLED)
-            self._on_close(self)
+            self._owner.close(self)
 
     def timings(self) -> Timings:
         """Divide the time until the end, or until now, into queue, prefill and decode; no part is negative."""
@@ -145,7 +145,7 @@ class Jobs:
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: Closable | None = None) -> Job:
         """Open a job for a request that an engine has or will get. The caller closes it."""
-        job = Job(context, engine_ids, self._close, stream)
+        job = Job(context, engine_ids, self, stream)
         self._running[job] = None
         self._idle.clear()
         return job
@@ -181,11 +181,19 @@ class Jobs:
     def __len__(self) -> int:
         return len(self._running)
 
-    def _close(self, job: Job) -> None:
+    def running(self, model: str) -> int:
+        """Return the number of sequences of a model that its engine computes."""
+        stats = self._client.stats().get(model)
+        return 0 if stats is None else stats.running
+
+    def close(self, job: Job) -> None:
+        """Count a job that has ended; only the job calls this."""
         self._running.pop(job, None)
         if job.context.accepted and job.outcome is not None:
             job.context.outcome = job.outcome.value
             timings = job.timings()
+            if job.has_output:
+                job.context.phases_ms = (timings.queue_ms, timings.prefill_ms, timings.decode_ms)
             self._metrics.ended(job.context, job.outcome, timings, job.has_output)
             if self._tracer is not None:
                 self._tracer.ended(job.context, job.outcome, timings, job.has_output)

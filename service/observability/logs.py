@@ -33,11 +33,16 @@ _QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})  # polled: logg
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
-    """Send all log lines to `stream` (stderr) in one format, and disable uvicorn's own access log."""
+def setup(
+    log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False, replica: str = ""
+) -> None:
+    """Send all log lines to `stream` (stderr) in one format, and disable uvicorn's own access log.
+
+    Lines of JSON name the `replica`.
+    """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if is_json(log_format, stream) else PlainFormatter())
+    handler.setFormatter(JsonFormatter(replica) if is_json(log_format, stream) else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -59,6 +64,13 @@ def access(context: RequestContext, method: str, path: str) -> None:
     text = f"{method} {shown} {context.status} {milliseconds} ms"
     if context.model:
         text += f" {context.model} {context.tokens_in} in {context.tokens_out} out {outcome}"
+    phases, parts = context.phases_ms, {}
+    if phases is not None:
+        text += " (queue {:.1f}, prefill {:.1f}, decode {:.1f} ms; {} cached, {} running)".format(
+            *phases, context.cached_tokens, context.running
+        )
+        parts = dict(zip(("queue_ms", "prefill_ms", "decode_ms"), phases, strict=True))
+        parts |= {"tokens_cached": context.cached_tokens, "running": context.running}
     record = logging.LogRecord(_access.name, level, __file__, 0, text, (), None)  # faster: finds no caller
     record.fields = {
         "method": method,
@@ -69,6 +81,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
         "tokens_in": context.tokens_in,
         "tokens_out": context.tokens_out,
         "outcome": outcome,
+        **parts,
     }
     _access.handle(record)
 
@@ -94,14 +107,15 @@ class PlainFormatter(_SafeFormatter):
 
 
 class JsonFormatter(_SafeFormatter, JsonLines):
-    """Formats a record as `JsonLines` does, with its request's id."""
+    """Formats a record as `JsonLines` does, with the id of its request, and the replica if there are several."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: str = "") -> None:
         JsonLines.__init__(self)
+        self._own = {"replica": replica} if replica else {}
 
     def fields(self) -> dict[str, object]:
         context = current()
-        return {} if context is None else {"request_id": context.request_id}
+        return {**self._own} if context is None else {"request_id": context.request_id, **self._own}
 
 
 # -- A named pipe that carries the stderr of Ray's workers to this process, which prints it. Ray itself prints its

@@ -71,6 +71,7 @@ class Tracer:
                 "gen_ai.request.model": context.model,
                 "gen_ai.response.id": context.request_id,
                 "gen_ai.usage.input_tokens": context.tokens_in,
+                "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
                 "gen_ai.usage.output_tokens": context.tokens_out,
                 "gen_ai.response.finish_reasons": [outcome.value],
                 "http.request.method": "POST",

@@ -139,6 +139,7 @@ async def _answers(request: Request, service: Service, body: DecisionBody, serve
     context.model, context.tokens_in = served.name, sum(one.num_sent_tokens for one in probes)
     running = LabelProbes(service.client, service.jobs, context, info.max_num_seqs)
     found = iter(await cancel_on_disconnect(request, running.run(probes)))
+    context.cached_tokens = running.cached_tokens
     answers = []
     for question, tree in zip(body.questions, prompts.trees, strict=True):
         shares, mass = tree.shares({path: next(found) for path in tree.branches})

@@ -349,7 +349,9 @@ def test_the_access_line(lines: io.StringIO) -> None:
     first = next(line for line in found if line["logger"] == "triptych.access")
     assert first["request_id"] == "mine"
     assert (first["method"], first["path"], first["status"], first["model"]) == ("POST", "/generate", 200, "gen")
-    assert (first["tokens_in"], first["tokens_out"]) == (14, 4)
+    assert (first["tokens_in"], first["tokens_out"], first["tokens_cached"]) == (14, 4, 0)
+    assert all(first[f"{name}_ms"] >= 0 for name in ("queue", "prefill", "decode")) and "replica" not in first
+    assert first["queue_ms"] + first["prefill_ms"] + first["decode_ms"] <= first["ms"] + 0.1
     assert [line["status"] for line in found if line["logger"] == "triptych.access"] == [200, 400, 500]
     assert any(line["message"].startswith("unexpected RuntimeError") for line in found)
 
@@ -357,6 +359,7 @@ def test_the_access_line(lines: io.StringIO) -> None:
 def test_plain_lines() -> None:
     record = logging.LogRecord("triptych", logging.INFO, "", 0, "ready", None, None)
     assert logs.PlainFormatter().format(record).endswith("INFO triptych ready")
+    assert json.loads(logs.JsonFormatter("r1").format(record))["replica"] == "r1"
 
 
 def test_openapi_declares_bodies_and_errors() -> None:

@@ -85,7 +85,8 @@ class Replica:
         if log is not None:
             logs.adopt(Path(log))
         print_stacks_on_signal()
-        logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
+        stream = os.fdopen(os.dup(2), "w", buffering=1)
+        logs.setup(config.settings.log_format, stream=stream, replica=_replica_id())
         config = _on_own_gpus(config)
         assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
         set_threads(threads_of_replica(config.settings.threads, assigned, os.environ))
