@@ -42,6 +42,7 @@ class EngineStats:
     accepted_tokens: int = 0  # of those, right
     model_draft_tokens: int = 0  # of draft_tokens, those of a draft model
     model_accepted_tokens: int = 0  # of those, right
+    adapter_of: str = ""  # of an adapter, whose requests alone are counted: the model that computes it
 
     @property
     def used_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads folders with a low-rank adapter (LoRA, Hu et al. 2021) as PEFT writes them: settings and headers, no weights.
+"""Reads the settings of folders with a low-rank adapter (LoRA, Hu et al. 2021), as PEFT writes them. No torch.
 
 An adapter adds `scale * B A x` to projections `W x` of a base model. What PEFT computes in another way is refused by
 its name. Which modules are adapted follows from the stored tensors, because PEFT stores those and no others.
@@ -15,14 +15,10 @@ from typing import Any
 
 from triptych.model.checkpoint.folder_kind import describe_folder, lfs_pointer
 from triptych.model.checkpoint.json_files import ADAPTER, ADAPTER_WEIGHTS, Use, asked_for, read_json, table, unknown
-from triptych.model.checkpoint.tensor_files import StoredTensor, read_headers
-from triptych.model.errors import CheckpointError, ConfigError, listed, shown
+from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.system.folder_files import has_file
 
-_PREFIX = "base_model.model."
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _MAX_RANK = 4096
-_MAX_TENSORS = 100_000
 _KNOWN = table(
     served=(
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"),
@@ -43,50 +39,16 @@ _KNOWN = table(
 )
 # Ways to begin that also change the base model's weights, which the folder does not have.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")
-_OTHER_MATRICES = {
-    "lora_embedding_A": "it adapts a table of embeddings",
-    "lora_embedding_B": "it adapts a table of embeddings",
-    "lora_magnitude_vector": "it is a DoRA adapter",
-    "lora_B.bias": "it has lora_bias",
-    "base_layer": "it adapts parameters of experts (target_parameters)",
-    "token_adapter": "it has trainable tokens",
-}
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """The stored matrices of one module of the base model, and what their product is multiplied by."""
+class AdapterSettings:
+    """What the settings of an adapter's folder say, and the file that has its matrices."""
 
-    down: StoredTensor  # A: [rank, inputs]
-    up: StoredTensor  # B: [outputs, rank]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """What a folder's settings and headers say of an adapter."""
-
-    path: Path
+    weights: Path
     base: str  # the name of the model that it was trained for; "" if the folder does not say
-    modules: Mapping[str, AdaptedModule]  # by the module's name in transformers
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(module.down.path for module in self.modules.values()))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The different ranks, ascending."""
-        return tuple(sorted({module.rank for module in self.modules.values()}))
-
-    @property
-    def size(self) -> int:
-        """Numbers in all matrices."""
-        return sum(math.prod(one.down.shape) + math.prod(one.up.shape) for one in self.modules.values())
+    targets: Targets
+    scales: Scales
 
 
 def is_adapter(path: Path) -> bool:
@@ -94,21 +56,19 @@ def is_adapter(path: Path) -> bool:
     return path.is_dir() and has_file(path / ADAPTER)
 
 
-def read_adapter(path: Path, *, pickle: bool = True) -> AdapterFolder:
-    """Describe an adapter's folder; raises `ConfigError`, which says what is not served or does not fit."""
+def read_adapter_settings(path: Path, *, pickle: bool = True) -> AdapterSettings:
+    """Read the settings of an adapter's folder; raises `ConfigError`, which says what is not served."""
     if not is_adapter(path):
-        what = "a model" if path.is_dir() and has_file(path / "config.json") else describe_folder_of(path)
+        what = "a model" if path.is_dir() and has_file(path / "config.json") else _described(path)
         raise ConfigError(f"{path}: expected the folder of a LoRA adapter, with {ADAPTER}; found {what}")
     raw = read_json(path / ADAPTER, required=True)
     _check_settings(raw)
-    stored = read_headers([_weights(path, pickle=pickle)])
-    if len(stored) > _MAX_TENSORS:
-        raise CheckpointError(f"an adapter of {len(stored)} tensors, of at most {_MAX_TENSORS}")
     base = raw.get("base_model_name_or_path")
-    return AdapterFolder(path, base if isinstance(base, str) else "", _modules(raw, stored))
+    weights = _weights(path, pickle=pickle)
+    return AdapterSettings(weights, base if isinstance(base, str) else "", Targets(raw), Scales(raw))
 
 
-def describe_folder_of(path: Path) -> str:
+def _described(path: Path) -> str:
     """Say what a path is that has no adapter."""
     return describe_folder(path) if path.is_dir() else ("a file" if path.exists() else "no such folder")
 
@@ -150,45 +110,7 @@ def _check_settings(raw: Mapping[str, Any]) -> None:
         )
 
 
-def _modules(raw: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> dict[str, AdaptedModule]:
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.items():
-        match = _MATRIX.fullmatch(name.removeprefix(_PREFIX))
-        if not name.startswith(_PREFIX) or match is None:
-            raise CheckpointError(f"{listed([name], longest=120)}: {_why_not(name)}")
-        found.setdefault(match["module"], {})[match["side"]] = tensor
-    if not found:
-        raise CheckpointError("the file of weights has no matrices")
-    alone = [module for module, sides in found.items() if len(sides) != 2]
-    if alone:
-        raise CheckpointError(f"one of the matrices lora_A and lora_B is missing: {listed(alone, most=2)}")
-    targets = _Targets(raw)
-    scales = _Scales(raw)
-    return {module: _module(module, sides["A"], sides["B"], scales, targets) for module, sides in found.items()}
-
-
-def _why_not(name: str) -> str:
-    why = next((why for part, why in _OTHER_MATRICES.items() if part in name), "")
-    if why:
-        return f"{why}, which is not served"
-    return f"expected names as {_PREFIX}MODULE.lora_A.weight; other tensors (modules_to_save) are not served"
-
-
-def _module(name: str, down: StoredTensor, up: StoredTensor, scales: _Scales, targets: _Targets) -> AdaptedModule:
-    shapes = f"A {list(down.shape)} and B {list(up.shape)}"
-    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or not all((*down.shape, *up.shape)):
-        raise CheckpointError(f"{name}: found {shapes}, expected [rank, inputs] and [outputs, rank]")
-    if not (down.holds(None) and up.holds(None)):
-        raise CheckpointError(f"{name}: expected floating-point numbers, found {down.kind} and {up.kind}")
-    if not targets.have(name):
-        raise CheckpointError(f"{name}: it has matrices, and {ADAPTER} does not name it in target_modules")
-    rank = scales.rank(name)
-    if down.shape[0] != rank:
-        raise CheckpointError(f"{name}: found {shapes}, and {ADAPTER} says rank {rank}")
-    return AdaptedModule(down, up, scales.scale(name, rank))
-
-
-class _Targets:
+class Targets:
     """Which modules the settings name. A regular expression of a file is not run: the stored tensors say the same."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -216,7 +138,7 @@ def _ends_with(module: str, names: frozenset[str]) -> bool:
     return any(".".join(parts[at:]) in names for at in range(len(parts)))
 
 
-class _Scales:
+class Scales:
     """Ranks and factors by module: the settings' own, or those of the first pattern that fits."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:

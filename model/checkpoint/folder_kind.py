@@ -116,11 +116,11 @@ def _adapter(path: Path, names: list[str]) -> str:
     kind = _text_in(path / "adapter_config.json", "peft_type")[:40] or "LORA"
     if kind in _UNMERGED:
         return f"an adapter of PEFT's type {kind}{of}, not a model: such an adapter is not served, and cannot be merged"
-    what = "a LoRA adapter" if kind == "LORA" else f"an adapter of PEFT's type {kind}"
-    return (
-        f"{what}{of}, not a model: merge it into that model (PEFT: merge_and_unload, then save_pretrained) and "
-        "serve the folder that it writes"
-    )
+    merge = "merge it into that model (PEFT: merge_and_unload, then save_pretrained) and serve the result"
+    if kind != "LORA":
+        return f"an adapter of PEFT's type {kind}{of}, not a model: {merge}"
+    with_base = f"serve that model with --lora NAME={path}"
+    return f"a LoRA adapter{of}, not a model: {with_base}, or {merge}"
 
 
 def _hub_cache(path: Path, names: list[str]) -> str:

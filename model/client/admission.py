@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from triptych.model.api.engine_config import BatchLimits, EngineConfig
 from triptych.model.api.request import EncodeOutput, EncodeRequest
@@ -152,6 +152,10 @@ class Admission:
     def let_go(self, tokens: int) -> None:
         """Stop counting inputs that were held."""
         self._held_tokens -= tokens
+
+    def num_waiting(self, requests: Iterable[str]) -> int:
+        """Return how many of the requests have no output yet."""
+        return sum(request_id in self._waiting for request_id in requests)
 
     @property
     def waiting_tokens(self) -> int:

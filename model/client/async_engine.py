@@ -225,7 +225,7 @@ class AsyncEngine:
         return resident_memory(process) if process is not None else 0
 
     def stats(self) -> dict[str, EngineStats]:
-        return {name: model.stats for name, model in self._table.served.items() if not model.is_adapter}
+        return {name: model.current_stats for name, model in self._table.served.items()}
 
     def demand(self) -> dict[str, Demand]:
         """Return the demand of each model, by name; that of adapters is part of their base's."""

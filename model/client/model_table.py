@@ -46,6 +46,15 @@ class FrontModel:
     def is_adapter(self) -> bool:
         return self.spec.adapter_of is not None
 
+    @property
+    def current_stats(self) -> EngineStats:
+        """The latest state of its engine; of an adapter its requests, which its base's engine has among others."""
+        base = self.spec.adapter_of
+        if base is None:
+            return self.stats
+        waiting = self.admission.num_waiting(self.requests)
+        return EngineStats(self.spec.name, len(self.requests) - waiting, waiting, adapter_of=base)
+
     def has_loaded(self, info: ModelInfo) -> None:
         self.info = info
         if not self.is_adapter:  # else the limits are its base's

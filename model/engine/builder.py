@@ -16,7 +16,7 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.api.stats import CachePool, ModelInfo
 from triptych.model.attention.selection import Selection
 from triptych.model.cache.kv_cache import promised_memory
-from triptych.model.checkpoint.adapter_folder import read_adapter
+from triptych.model.checkpoint.adapter_tensors import read_adapter
 from triptych.model.checkpoint.folder import Checkpoint, errors_about
 from triptych.model.engine.encode_engine import EncodeEngine
 from triptych.model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording

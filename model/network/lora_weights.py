@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triptych.model.checkpoint.adapter_folder import AdaptedModule, AdapterFolder
+from triptych.model.checkpoint.adapter_tensors import AdaptedModule, AdapterFolder
 from triptych.model.checkpoint.tensor_files import StoredTensor, TensorReader
 from triptych.model.config.layer import ExpertsConfig
 from triptych.model.config.model import ModelConfig

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.model import names
 from triptych.model.checkpoint import hub, hub_names
+from triptych.model.checkpoint.adapter_folder import is_adapter
 from triptych.model.errors import ConfigError, EngineError, GrammarError
 from triptych.model.system import log_lines
 from triptych.model.system.child_process import ENGINE, ConnectedChild
@@ -239,11 +240,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if arguments.model
         else {n: m["path"] for n, m in embedded_model_settings().items()}
     )
-    from triptych.service.cli import inspection
+    from triptych.service.cli import adapter_report, inspection
 
     for name, path in wanted.items():
+        if is_adapter(found := folder(path)):
+            (adapter_report.print_json if arguments.json else adapter_report.show)(name, found)
+            continue
         report = inspection.print_json if arguments.json else inspection.show
-        report(name, folder(path), context=arguments.context, memory=memory)
+        report(name, found, context=arguments.context, memory=memory)
     return 0
 
 

@@ -123,5 +123,8 @@ class ModelReader(Protocol):
         Raises `ConfigError`. Cancelling stops the download.
         """
 
-    async def read(self, spec: ModelSpec) -> ServedModel:
-        """Read the checkpoint's description, tokenizer and chat template from its folder; raises `ConfigError`."""
+    async def read(self, spec: ModelSpec, base: ServedModel | None = None) -> ServedModel:
+        """Read the checkpoint's description, tokenizer and chat template from its folder; raises `ConfigError`.
+
+        The folder of an adapter is read with the model that it is for, `base`.
+        """

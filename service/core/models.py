@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -46,7 +47,13 @@ class ServedModel:
     chat_problem: str = ""  # why its chat template cannot be used
     pairs: PairTemplate | None = None  # a reranker's template of query and document; None: the tokenizer joins them
     examples: tuple[str, ...] = ()  # texts of its card that show what it is for
+    adapter_of: str = ""  # the model that a LoRA adapter is computed with; empty: it is a model
+    adapter_path: str = ""  # the adapter's folder
     loaded: bool = True  # False: only the checkpoint is known; the model is loaded when a request needs it
+
+    def adapted(self, spec: ModelSpec) -> ServedModel:
+        """Return an adapter of this model: requests to it are checked as those to the model."""
+        return replace(self, name=spec.name, adapter_of=self.name, adapter_path=spec.path)
 
     @property
     def example(self) -> str:
@@ -200,7 +207,8 @@ class Model:
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Let requests name the model, which the engine has not loaded."""
-        self.served, self.refusal = ServedModel(self.name, checkpoint, None, loaded=False), None
+        base = self.spec.adapter_of or ""
+        self.served, self.refusal = ServedModel(self.name, checkpoint, None, adapter_of=base, loaded=False), None
 
     def refuse(self, error: ApiError) -> None:
         """Answer requests that name the model with `error`."""
@@ -226,6 +234,16 @@ class Model:
         self.used_at = time.monotonic()
         context.on_end.append(self._release)
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model in the block, as a request does."""
+        self.users += 1
+        self.unused.clear()
+        try:
+            yield
+        finally:
+            self._release()
+
     def _release(self) -> None:
         self.users -= 1
         self.used_at = time.monotonic()
@@ -243,7 +261,8 @@ class Models:
         for served in models:
             if served.name in self._models:
                 raise ConfigError(f"two models are named {served.name}")
-            spec = ModelSpec(served.name, str(served.checkpoint.path), served.engine)
+            path, base = served.adapter_path or str(served.checkpoint.path), served.adapter_of or None
+            spec = ModelSpec(served.name, path, served.engine, adapter_of=base)
             self._models[served.name] = Model(spec, Origin.START, pinned=False, state=State.LOADED, served=served)
 
     def __iter__(self) -> Iterator[Model]:
@@ -309,8 +328,18 @@ class Models:
         model = self._models[self.choose(name, task)]
         if model.state is not State.LOADED:
             return False
-        model.hold(context)
+        self.hold(model, context)
         return True
+
+    def hold(self, model: Model, context: RequestContext) -> None:
+        """Keep a model, and the model that an adapter is computed with, until the request's reply has been sent."""
+        model.hold(context)
+        if (base := self._models.get(model.spec.adapter_of or "")) is not None:
+            base.hold(context)
+
+    def adapters_of(self, model: Model) -> list[Model]:
+        """Return the known adapters of a model."""
+        return [one for one in self if one.spec.adapter_of == model.name]
 
     def choose(self, name: str | None, task: Task) -> str:
         """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 400 or 503.
@@ -331,7 +360,7 @@ class Models:
 
         `what` completes the sentence "no model ...".
         """
-        names = [one.name for one in self.candidates if able(one)]
+        names = [one.name for one in self.candidates if able(one) and not one.adapter_of]
         if len(names) == 1:
             return names[0]
         if not names:
@@ -377,12 +406,13 @@ class Models:
         For embeddings it is the only encoder, or the only encoder without a classifier, although other models have
         hidden states too. Models that read only audio count only if no other model can do the task, and for tokens.
         """
-        encoders = [one for one in self.candidates if one.config.form == "encoder-only"]
+        candidates = [one for one in self.candidates if not one.adapter_of]  # an adapter is meant by its name alone
+        encoders = [one for one in candidates if one.config.form == "encoder-only"]
         for made_for in (encoders, [one for one in encoders if one.config.classifier is None]):
             if task is Task.ENCODE and len(made_for) == 1:
                 return made_for[0].name
-        able = [one.name for one in self.candidates if one.serves(task)]
-        readers = [one.name for one in self.candidates if one.name in able and one.reads_text]
+        able = [one.name for one in candidates if one.serves(task)]
+        readers = [one.name for one in candidates if one.name in able and one.reads_text]
         chosen = able if task is Task.TOKENIZE else readers or able
         return self.only_one(lambda one: one.name in chosen, f"can {task}")
 

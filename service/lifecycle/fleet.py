@@ -39,6 +39,7 @@ class LoadOrder:
     path: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # engine settings, as in a configuration file
     pinned: bool = False
+    adapter_of: str | None = None  # the model that the path has a LoRA adapter for
 
 
 class ModelOrders:
@@ -87,14 +88,24 @@ class ModelOrders:
             raise invalid("name: 1-64 letters, digits and ._-, starting with a letter or digit", "name")
         if order.path is None:
             raise invalid("path is required: no model of this name is known", "path", "missing_field")
-        return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
+        if order.adapter_of is None:
+            return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
+        base = self._models.get(order.adapter_of)
+        if base is None or base.spec.adapter_of is not None:
+            raise invalid(f"adapter_of: no model is named {order.adapter_of}", "adapter_of", "model_not_found")
+        if order.settings:
+            raise invalid("settings: an adapter has those of its base model", "settings")
+        return ModelSpec(order.name, self._allowed(order.path), base.spec.engine, adapter_of=base.name)
 
     def _spec_of_known(self, order: LoadOrder, model: Model) -> ModelSpec:
         """Return the specification of a known model: by default its last one."""
+        if order.adapter_of not in (None, model.spec.adapter_of):
+            message = f"name: {order.name} is known, and is no adapter of {order.adapter_of}; take another name"
+            raise conflict(message, "model_exists", "name")
         if order.path not in (None, model.given_path) and self._allowed(order.path) != model.spec.path:
             message = f"name: {order.name} is known from another path; take another name"
             raise conflict(message, "model_exists", "name")
-        if not order.settings:
+        if not order.settings or model.spec.adapter_of is not None:
             return model.spec
         return ModelSpec(order.name, model.spec.path, self._engine(order, self._settings.engine))
 
@@ -157,6 +168,7 @@ class ModelEntry:
     load_seconds: float
     requests: int
     idle_s: float
+    adapter_of: str = ""
     replicas: dict[str, int] = field(default_factory=dict)  # by state
 
 
@@ -247,6 +259,7 @@ class LocalFleet:
             load_seconds=0.0 if info is None else round(info.load_seconds, 3),
             requests=model.users,
             idle_s=0.0 if model.users else round(time.monotonic() - model.used_at, 3),
+            adapter_of=model.spec.adapter_of or "",
         )
 
     async def _finish_load(self, name: str, work: asyncio.Task[None] | None) -> None:

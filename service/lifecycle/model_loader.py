@@ -11,6 +11,8 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -109,7 +111,7 @@ class ModelLoader:
             model = self._models[await self._choose(name, task)]
             context.model = model.name
             if model.state is State.LOADED:
-                model.hold(context)
+                self._models.hold(model, context)
                 return
             if model.state is State.FAILED and time.monotonic() < model.retry_at:
                 raise model.failure()
@@ -171,8 +173,12 @@ class ModelLoader:
         began = time.monotonic()
         outcome: _Outcome = "failed"
         try:
-            async with self._turn, asyncio.timeout(self._settings.load_timeout_s):
-                served = await self._load_now(model)
+            async with (
+                asyncio.timeout(self._settings.load_timeout_s),
+                self._base_in_use(model.spec) as base,
+                self._turn,
+            ):
+                served = await self._load_now(model, base)
         except asyncio.CancelledError:
             outcome = "cancelled"
             model.fail(_given_up(model), 0.0)
@@ -203,11 +209,31 @@ class ModelLoader:
         model.task = None
         self._metrics.load_ended(model.name, outcome, time.monotonic() - began)
 
-    async def _load_now(self, model: Model) -> ServedModel:
+    @asynccontextmanager
+    async def _base_in_use(self, spec: ModelSpec) -> AsyncIterator[Model | None]:
+        """Load the model that an adapter is for, and keep it in the block; raises `ConfigError` if that fails."""
+        if spec.adapter_of is None:
+            yield None
+            return
+        base = self._models.get(spec.adapter_of)
+        if base is None or base.spec.adapter_of is not None:
+            raise ConfigError(f"the adapter's base model {spec.adapter_of} is not known")
+        while base.state is not State.LOADED:
+            if base.state is State.UNLOADED:
+                raise ConfigError(f"the adapter's base model {base.name} was unloaded; load that first")
+            work = base.task if base.state in (State.LOADING, State.UNLOADING) else self.begin_load(base)
+            assert work is not None
+            await asyncio.wait({work})
+            if base.state is State.FAILED:
+                raise ConfigError(f"the adapter's base model {base.name} could not be loaded: {base.reason}")
+        with base.in_use():
+            yield base
+
+    async def _load_now(self, model: Model, base: Model | None) -> ServedModel:
         assert self._reader is not None
         logger.info("loading %s", model.name)
         spec = await self._reader.locate(model.spec)
-        served = await self._reader.read(spec)
+        served = await (self._reader.read(spec) if base is None else self._reader.read(spec, base.served))
         while True:
             try:
                 await self._client.load(replace(spec, memory=self._memory_left()), served.tokenizer)
@@ -326,15 +352,24 @@ class ModelLoader:
         """
         served = model.served
         assert served is not None
+        for adapter in self._models.adapters_of(model):
+            if adapter.state is State.LOADED:
+                self.begin_unload(adapter, reason, drain_s)
+        going = [one.task for one in self._models.adapters_of(model) if one.state is State.UNLOADING and one.task]
         model.state = State.UNLOADING
         if reason == "request":
             model.refuse(unavailable(f"model {model.name} is being unloaded", "model_unloading"))
         else:
             model.offer(served.checkpoint)
-        model.task = asyncio.create_task(self._unload(model, served, reason, drain_s))
+        model.task = asyncio.create_task(self._unload(model, served, reason, drain_s, going))
         return model.task
 
-    async def _unload(self, model: Model, served: ServedModel, reason: str, drain_s: float) -> None:
+    async def _unload(
+        self, model: Model, served: ServedModel, reason: str, drain_s: float, adapters: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Unload a model, whose `adapters` are being unloaded."""
+        if adapters:
+            await asyncio.wait(adapters)
         try:
             async with asyncio.timeout(drain_s):
                 await model.unused.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from triptych.model.api.stats import ModelInfo
+from triptych.model.api.stats import EngineStats, ModelInfo
 from triptych.model.errors import ConfigError
 
 # -- The metrics under vLLM's names, for gateways, autoscalers and load generators that read those. Only metrics with
@@ -54,6 +55,22 @@ def vllm_families(families: Iterable[Metric], models: Mapping[str, ModelInfo]) -
     for info in models.values():
         config.add_metric((info.name, str(info.block_size), str(info.num_blocks)), 1)
     yield config
+
+
+def lora_families(stats: Iterable[EngineStats]) -> Iterator[Metric]:
+    """Say which LoRA adapters have requests, as the endpoint picker of the Gateway API reads it.
+
+    The value is the time, so that of several samples the latest counts.
+    """
+    adapters = [one for one in stats if one.adapter_of]
+    if not adapters:
+        return
+    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    found = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters with requests.", labels=names)
+    running = ",".join(one.model for one in adapters if one.running)
+    waiting = ",".join(one.model for one in adapters if one.waiting)
+    found.add_metric((str(len(adapters)), running, waiting), time.time())
+    yield found
 
 
 def _renamed(family: Metric, name: str) -> Metric:

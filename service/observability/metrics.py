@@ -36,7 +36,13 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import SERVER_FAULTS
 from triptych.service.core.models import Task
 from triptych.service.core.request_context import RequestContext
-from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, TokenTally, make_folder, vllm_families
+from triptych.service.observability.metric_parts import (
+    MULTIPROCESS_FOLDER,
+    TokenTally,
+    lora_families,
+    make_folder,
+    vllm_families,
+)
 
 disable_created_metrics()  # these times would be a fifth of all series, and have no use
 
@@ -188,6 +194,7 @@ class Metrics:
         _drop_unloaded(families)
         if self._vllm_names:
             families += vllm_families(families, client.models)
+            families += lora_families(client.stats().values())
         return generate_latest(_Families(families))
 
     async def update_forever(self, client: EngineClient) -> None:
@@ -219,7 +226,14 @@ class Metrics:
             self._live.labels(name).set(health.live)
             self._add(self._restarts, name, "restarts", client.restarts)
         for stats in client.stats().values():
-            self._engine(stats)
+            if stats.adapter_of:
+                self._lora_running.labels(stats.model).set(stats.running)
+                self._lora_waiting.labels(stats.model).set(stats.waiting)
+            else:
+                self._engine(stats)
+        for info in client.models.values():
+            if info.adapter_of:
+                self._lora_memory.labels(info.name).set(info.memory_bytes)
 
     def _engine(self, stats: EngineStats) -> None:
         self._running.labels(stats.model).set(stats.running)
@@ -335,6 +349,9 @@ class Metrics:
     def _make_gauges(self) -> None:
         self._running = self._gauge("requests_running", "Sequences that are running.")
         self._waiting = self._gauge("requests_waiting", "Requests waiting in an engine's queue.")
+        self._lora_running = self._gauge("lora_requests_running", "Requests of a LoRA adapter that are running.")
+        self._lora_waiting = self._gauge("lora_requests_waiting", "Requests of a LoRA adapter without an output yet.")
+        self._lora_memory = self._gauge("lora_memory_bytes", "Bytes of a LoRA adapter's matrices.", over_replicas="max")
         self._waiting_tokens = self._gauge(
             "tokens_waiting", "Prompt and input tokens of requests that have no output yet."
         )

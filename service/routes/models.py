@@ -6,14 +6,15 @@ import asyncio
 from dataclasses import asdict
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from triptych.service.core.errors import forbidden, not_found, shorten
+from triptych.service.core.errors import deadline_passed, forbidden, invalid, not_found, shorten
+from triptych.service.core.models import State
 from triptych.service.http.bodies import context_of_request, json_response, read_body
 from triptych.service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
 from triptych.service.lifecycle.fleet import LoadOrder
 from triptych.service.lifecycle.state import Service, service_of
-from triptych.service.schemas.replies import LoadBody, ModelState, ModelStates, UnloadBody
+from triptych.service.schemas.replies import LoadBody, LoraBody, ModelState, ModelStates, UnloadBody, UnloadLoraBody
 
 routes = Routes(access="admin")
 
@@ -51,7 +52,7 @@ async def load(request: Request) -> Response:
     service = _service(request)
     body = await read_body(request, LoadBody)
     service.check_not_draining()
-    order = LoadOrder(body.name, body.path, body.settings, body.pinned)
+    order = LoadOrder(body.name, body.path, body.settings, body.pinned, body.adapter_of)
     return await _answer(service, body.name, service.fleet.begin_load(order), wait=body.wait)
 
 
@@ -80,6 +81,66 @@ async def unload(request: Request) -> Response:
     gone = asdict(before) | {"state": "unloaded", "reason": "unloaded by request", "memory_bytes": 0, "requests": 0}
     gone["replicas"] = {"unloaded": sum(before.replicas.values())}
     return await _answer(service, body.name, work, wait=body.wait, gone=gone)
+
+
+_VLLM_ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
+
+
+@routes.post(
+    "/v1/load_lora_adapter",
+    "Load a LoRA adapter, as vLLM does",
+    json_body(LoraBody),
+    replies("It is loaded, on all replicas.", texts=("text/plain",)),
+    errors=_VLLM_ERRORS,
+)
+async def load_lora_adapter(request: Request) -> Response:
+    """Loads an adapter as /models/load does, as a model under `lora_name`. Needs an admin key.
+
+    Without `base_model_name` it is for the only model that generates.
+    """
+    service = _service(request)
+    body = await read_body(request, LoraBody)
+    service.check_not_draining()
+    base = body.base_model_name or service.models.only_one(lambda one: one.config.can_generate, "generates")
+    known = service.models.get(body.lora_name)
+    if known is not None and known.state is State.LOADED:
+        if known.spec.adapter_of is None:
+            raise invalid(f"lora_name: {body.lora_name} is a model", "lora_name", "InvalidUserInput")
+        if not body.load_inplace:
+            message = f"lora_name: the adapter {body.lora_name} is loaded already; load_inplace replaces it"
+            raise invalid(message, "lora_name", "InvalidUserInput")
+        await _finished(service, service.fleet.begin_unload(body.lora_name, None))
+    order = LoadOrder(body.lora_name, body.lora_path, adapter_of=base)
+    context_of_request().model = body.lora_name
+    await _finished(service, service.fleet.begin_load(order))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@routes.post(
+    "/v1/unload_lora_adapter",
+    "Unload a LoRA adapter, as vLLM does",
+    json_body(UnloadLoraBody),
+    replies("It is unloaded, on all replicas.", texts=("text/plain",)),
+    errors=_VLLM_ERRORS,
+)
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unloads an adapter as /models/unload does. Needs an admin key."""
+    service = _service(request)
+    body = await read_body(request, UnloadLoraBody)
+    known = service.models.get(body.lora_name)
+    if known is None or known.spec.adapter_of is None or known.served is None:
+        raise not_found(f"lora_name: no adapter is named {shorten(body.lora_name)}", "NotFoundError", "lora_name")
+    context_of_request().model = body.lora_name
+    await _finished(service, service.fleet.begin_unload(body.lora_name, None))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _finished(service: Service, work: asyncio.Task[None]) -> None:
+    """Wait for a load or an unload; raises the `ApiError` with which it ended, or a 504."""
+    await asyncio.wait({work}, timeout=service.limits.request_timeout_s)
+    if not work.done():
+        raise deadline_passed()
+    work.result()
 
 
 def _service(request: Request) -> Service:

@@ -67,7 +67,7 @@ async def info(request: Request) -> Response:
         "versions": versions,
         "models": [
             *(_model(service, served) for served in service.models.loaded),
-            *(_from_checkpoint(one.name, "available", one.checkpoint) for one in service.models.available),
+            *(_from_checkpoint(one, "available") for one in service.models.available),
         ],
         "elsewhere": service.models.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
@@ -105,7 +105,10 @@ async def model(request: Request) -> Response:
 
 def card(service: Service, name: str) -> Json:
     """Return a `ModelCard`."""
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
+    found = service.models.candidate(name)
+    base = found.adapter_of if found is not None else ""
+    card = {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
+    return card | {"root": base or name, "parent": base or None}
 
 
 @routes.get("/v1/models", "Models, as OpenAI lists them", replies("The models.", ModelsReply))
@@ -142,7 +145,7 @@ def _embed_cache(service: Service) -> Json | None:
 def _model(service: Service, served: ServedModel) -> Json:
     """Return the description of a loaded model from its engine, checkpoint and settings."""
     info = service.client.models.get(served.name)
-    described = _from_checkpoint(served.name, "loaded", served.checkpoint)
+    described = _from_checkpoint(served, "loaded")
     if info is not None:
         described |= asdict(info)
         del described["versions"]
@@ -174,12 +177,14 @@ def _speech(checkpoint: Checkpoint) -> Json | None:
     }
 
 
-def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
+def _from_checkpoint(served: ServedModel, state: str) -> Json:
     """Return the description of a model by its checkpoint alone."""
+    checkpoint = served.checkpoint
     config, sentences = checkpoint.config, checkpoint.sentences
     return {
-        "name": name,
+        "name": served.name,
         "state": state,
+        "adapter_of": served.adapter_of,
         "form": config.form,
         "model_type": config.model_type,
         "can_generate": config.can_generate,

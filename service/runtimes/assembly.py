@@ -19,7 +19,7 @@ from triptych.service.app import Application, create_app
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.lifecycle.fleet import Replicas
 from triptych.service.planning.capabilities import capabilities
-from triptych.service.runtimes.model_reader import FolderReader, read_model
+from triptych.service.runtimes.model_reader import FolderReader, read_adapted, read_model
 from triptych.service.sandbox import confinement
 from triptych.service.settings.serve_config import ModelUse, ServeConfig
 from triptych.service.settings.service_settings import ServiceSettings
@@ -39,7 +39,9 @@ def read_models(config: ServeConfig) -> list[ServedModel]:
     Raises `ConfigError`, also for a draft model that no model can use.
     """
     settings = config.settings
-    models = [read_model(spec, settings.limits.max_beams) for spec in config.models]
+    models = [read_model(spec, settings.limits.max_beams) for spec in config.models if spec.adapter_of is None]
+    by_name = {model.name: model for model in models}
+    models += [read_adapted(spec, by_name[spec.adapter_of]) for spec in config.models if spec.adapter_of is not None]
     others = settings.models.models_dir or settings.has_admin or config.models_elsewhere or config.route != "/"
     shared = [model for model in models if model.engine.draft_model is not None and model.engine.draft_model_shared]
     if shared and len(shared) == len(models) and not others and not any(map(_is_decoder_only, models)):

@@ -10,6 +10,7 @@ from typing import Any
 
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint import hub_names
+from triptych.model.checkpoint.adapter_folder import read_adapter_settings
 from triptych.model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from triptych.model.checkpoint.json_files import CARD
 from triptych.model.errors import ConfigError
@@ -30,6 +31,13 @@ def read_model(spec: ModelSpec, max_beams: int = Limits().max_beams) -> ServedMo
     """
     with errors_about(spec.name):
         return _read_model(spec, max_beams)
+
+
+def read_adapted(spec: ModelSpec, base: ServedModel) -> ServedModel:
+    """Read the folder of a LoRA adapter of a model; raises `ConfigError` with the adapter's name."""
+    with errors_about(spec.name):
+        read_adapter_settings(Path(spec.path), pickle=spec.engine.pickle)
+    return base.adapted(spec)
 
 
 def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
@@ -80,7 +88,9 @@ class FolderReader:
         )
         return replace(spec, path=str(found))
 
-    async def read(self, spec: ModelSpec) -> ServedModel:
+    async def read(self, spec: ModelSpec, base: ServedModel | None = None) -> ServedModel:
+        if base is not None:
+            return await asyncio.to_thread(read_adapted, spec, base)
         return await asyncio.to_thread(read_model, spec, self._max_beams)
 
 

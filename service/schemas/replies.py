@@ -263,6 +263,10 @@ class ModelCard(Reply):
     object: Literal["model"] = Field("model", description="As in OpenAI's API.", examples=["model"])
     created: int = Field(description="Unix time at which the service started.", examples=[1_790_000_000])
     owned_by: str = Field(description="As in OpenAI's API.", examples=["triptych"])
+    root: str = Field(
+        description="Of a LoRA adapter the model that it is for; else the same as `id`.", examples=["code"]
+    )
+    parent: str | None = Field(description="Of a LoRA adapter the model that it is for; else null.", examples=[None])
 
 
 class ModelsReply(Reply):
@@ -297,12 +301,37 @@ class LoadBody(Body):
         examples=[{"dtype": "bfloat16", "max_model_len": 2048}],
         json_schema_extra={"properties": _SETTINGS, "additionalProperties": False},
     )
+    adapter_of: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="The known model that `path` has a LoRA adapter for; the adapter is a model under `name`.",
+        examples=[None],
+    )
     pinned: bool = Field(
         False, description="Keep it loaded, even if it is idle or its memory is needed.", examples=[False]
     )
     wait: bool = Field(
         True, description="Reply when it is loaded; false: reply at once with status 202.", examples=[True]
     )
+
+
+class LoraBody(Body):
+    """Load a LoRA adapter; the fields are vLLM's."""
+
+    lora_name: Name = Field(description="The model name of its requests.", examples=["sql"])
+    lora_path: str = Field(
+        min_length=1, max_length=4096, description="Its folder, as `path` of /models/load.", examples=["sql-adapter"]
+    )
+    load_inplace: bool = Field(False, description="Replace an adapter that has this name.", examples=[False])
+    base_model_name: Name | None = Field(None, description="The model that it is for.", examples=[None])
+
+
+class UnloadLoraBody(Body):
+    """Unload a LoRA adapter; the fields are vLLM's."""
+
+    lora_name: Name = Field(description="The adapter.", examples=["sql"])
+    lora_int_id: int | None = Field(None, description="Has no effect.", examples=[None])
 
 
 class UnloadBody(Body):
@@ -342,6 +371,7 @@ class ModelState(Reply):
     load_seconds: float = Field(description="Seconds that loading took.", examples=[1.4])
     requests: int = Field(description="Number of requests that use it now.", examples=[0])
     idle_s: float = Field(description="Seconds since its last use, or since it was loaded or found.", examples=[12.5])
+    adapter_of: str = Field(description="Of a LoRA adapter the model that it is for; else empty.", examples=[""])
     replicas: dict[str, int] = Field(description="The number of replicas by state.", examples=[{"loaded": 2}])
 
 

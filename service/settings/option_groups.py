@@ -10,8 +10,9 @@ SPECULATION = "speculative decoding"
 CHAT = "chat"
 KEYS = "keys and web pages"
 ON_DEMAND = "models loaded on demand"
+ADAPTERS = "LoRA adapters"
 REPLICAS = "replicas under Ray Serve"
 WATCHING = "logs, metrics and traces"
 LIMITS = "limits of one request"
 
-ALL = (SERVICE, NUMBERS, BATCHES, WEIGHTS, SPECULATION, CHAT, KEYS, ON_DEMAND, REPLICAS, WATCHING, LIMITS)
+ALL = (SERVICE, NUMBERS, BATCHES, WEIGHTS, SPECULATION, CHAT, KEYS, ADAPTERS, ON_DEMAND, REPLICAS, WATCHING, LIMITS)

@@ -22,6 +22,7 @@ from triptych.model.api.engine_config import (
 from triptych.service.settings import option_groups as groups
 from triptych.service.settings.option import Option
 from triptych.service.settings.parsers import (
+    adapters,
     boolean,
     byte_size,
     cache_folder,
@@ -170,6 +171,16 @@ OPTIONS: tuple[Option, ...] = (
         "NAME[,NAME]",
         "none",
         group=groups.KEYS,
+    ),
+    Option(
+        "lora",
+        adapters,
+        (),
+        "LoRA adapter of a model: requests name it as their model; give the flag once for each",
+        "[MODEL:]NAME=PATH",
+        "none",
+        group=groups.ADAPTERS,
+        common=True,
     ),
     Option(
         "models_dir",

@@ -34,6 +34,14 @@ def keys(text: str) -> tuple[str, ...]:
     return found
 
 
+def adapters(text: str) -> tuple[str, ...]:
+    """Split adapters at commas: `NAME=PATH`, or `MODEL:NAME=PATH`."""
+    found = tuple(one.strip() for one in text.split(",") if one.strip())
+    if not found or not all(one.partition("=")[0].strip() and one.partition("=")[2].strip() for one in found):
+        raise ValueError("NAME=PATH, or MODEL:NAME=PATH where there are several models, with commas between them")
+    return found
+
+
 def key_file(text: str) -> str:
     """Check the path of a key file; raises `ValueError` for an empty one, as no file means open access."""
     if not text.strip():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from triptych.model import names
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, listed
 from triptych.model.pretrained import embedded_models
 from triptych.service.settings.api_keys import KeyRing
 from triptych.service.settings.option_table import ENGINE_OPTIONS, LIMIT_OPTIONS
@@ -124,10 +124,30 @@ def _model_specs(models: Models, settings: Mapping[str, Any]) -> tuple[ModelSpec
     for_all = _engine_for_all(settings)
     own = replace(for_all, draft_model_shared=False)
     paths = {name: names.locate(str(model["path"])) for name, model in models.items()}
-    return tuple(
+    specs = tuple(
         ModelSpec(name, paths[name], engine_config(model, own if "draft_model" in model else for_all))
         for name, model in models.items()
     )
+    return specs + _adapter_specs(models, specs, settings.get("lora", ()))
+
+
+def _adapter_specs(models: Models, bases: tuple[ModelSpec, ...], given: Sequence[str]) -> tuple[ModelSpec, ...]:
+    """Return the LoRA adapters of the models: those of a file, and `given` as `[MODEL:]NAME=PATH`."""
+    by_name, found = {base.name: base for base in bases}, dict[str, ModelSpec]()
+    wanted = [(base, name, path) for base, one in models.items() for name, path in one.get("lora", {}).items()]
+    for text in given:
+        left, _, path = text.partition("=")
+        base, _, name = left.rpartition(":")
+        if not base and len(bases) != 1:
+            raise ConfigError(f"lora {text}: name its model, MODEL:{name}=PATH: one of {listed(by_name)}")
+        wanted.append((base or bases[0].name, name, path))
+    for base, name, path in wanted:
+        if base not in by_name:
+            raise ConfigError(f"lora {base}:{name}: no model is named {base}; there are {listed(by_name)}")
+        if name in by_name or name in found:
+            raise ConfigError(f"lora {base}:{name}: another model or adapter has this name")
+        found[name] = ModelSpec(name, names.checked(path), by_name[base].engine, adapter_of=base)
+    return tuple(found.values())
 
 
 def _scaling(settings: Mapping[str, Any]) -> Scaling:

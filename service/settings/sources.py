@@ -17,11 +17,11 @@ from triptych.model.errors import ConfigError
 from triptych.service.settings import option_groups
 from triptych.service.settings.option import PREFIX, Option
 from triptych.service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, OPTIONS, REQUEST_OPTIONS
-from triptych.service.settings.parsers import boolean
+from triptych.service.settings.parsers import adapters, boolean
 
 _FEW = 12  # names that an error lists
 _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
-_REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
+_REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "lora")
 OTHER_VARIABLES = frozenset(  # each is read by one module
     {
         "TRIPTYCH_ADMIN_KEY",  # of a client: the commands that /docs shows
@@ -56,7 +56,9 @@ def _add_argument(group: Any, option: Option) -> argparse.Action:
     text = f"{option.help} (default: {default}; {option.variable})"
     if option.name in _REPEATED:
         metavar = option.metavar.partition("[")[0]
-        added = group.add_argument(option.flag[:-1], dest=option.name, action="append", metavar=metavar, help=text)
+        added = group.add_argument(
+            option.flag.removesuffix("s"), dest=option.name, action="append", metavar=metavar, help=text
+        )
     elif option.parse is boolean and not option.default:
         added = group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
     elif option.parse is boolean:  # on by default
@@ -72,10 +74,17 @@ def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> 
     """Return the settings given on the command line, by option name."""
     given = {option: getattr(arguments, option.name) for option in options}
     return {
-        option.name: tuple(value) if isinstance(value, list) else option.read(value, option.flag)
+        option.name: _repeated(option, value) if isinstance(value, list) else option.read(value, option.flag)
         for option, value in given.items()
         if value is not None
     }
+
+
+def _repeated(option: Option, values: list[str]) -> tuple[str, ...]:
+    """Return the values of a flag that was given several times; keys and origins are checked later."""
+    if option.parse is adapters:
+        return tuple(one for value in values for one in option.read(value, option.flag))
+    return tuple(values)
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -151,8 +160,11 @@ def _file_model(value: Any, where: str) -> dict[str, Any]:
     settings = _mapping(value, where)
     if not isinstance(settings.get("path"), str):
         raise ConfigError(f"{where}: path is missing")
-    path = settings.pop("path")
-    return {"path": path, **_read_keys(settings, ENGINE_OPTIONS, where)}
+    path, lora = settings.pop("path"), _named(settings.pop("lora", {}), f"{where}.lora")
+    for name, folder in lora.items():
+        if not isinstance(folder, str) or not folder:
+            raise ConfigError(f"{where}.lora.{name}: expected the path of an adapter's folder, found {folder!r}")
+    return {"path": path, **({"lora": lora} if lora else {}), **_read_keys(settings, ENGINE_OPTIONS, where)}
 
 
 def requested_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -161,7 +161,9 @@ async def test_adapters_come_and_go_while_a_stream_runs(tmp_path: Path) -> None:
             assert (info.adapter_of, info.name, 0 < info.memory_bytes < 1 << 20) == ("llama", "sql", True)
             found = ids_of(await collect(engine.submit([asked(f"sql{round_}", "sql")])), f"sql{round_}")
             assert found == expected("sql", PROMPTS[0])
-            assert set(engine.stats()) == set(engine.demand()) == {"llama"}
+            stats = engine.stats()
+            assert (set(stats), set(engine.demand())) == ({"llama", "sql"}, {"llama"})
+            assert (stats["sql"].adapter_of, stats["sql"].running, stats["sql"].waiting) == ("llama", 0, 0)
             await engine.unload("sql")
             with pytest.raises(ModelNotLoadedError):
                 engine.submit([asked("late", "sql")])

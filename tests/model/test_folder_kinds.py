@@ -127,10 +127,10 @@ def shards(*numbers: int) -> Callable[[Path], None]:
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "an adapter": (adapter, r"a LoRA adapter of org/base, not a model: merge it"),
+    "an adapter": (adapter, r"a LoRA adapter of org/base, not a model: serve that model with --lora NAME="),
     "an IA3 adapter": (adapter_of("IA3"), r"an adapter of PEFT's type IA3 of org/base, not a model: merge it"),
     "a trained prompt": (adapter_of("PREFIX_TUNING"), r"an adapter of PEFT's type PREFIX_TUNING .*cannot be merged"),
-    "an adapter beside a model": (adapter_beside_a_model, "a LoRA adapter, not a model: merge it"),
+    "an adapter beside a model": (adapter_beside_a_model, "a LoRA adapter, not a model: serve that model"),
     "ONNX": (onnx, "a model in ONNX: serve the folder that it was exported from"),
     "a pointer as config": (pointer("config.json"), r"config\.json: a Git LFS pointer.*git lfs pull"),
     "a pointer as tokenizer": (pointer("tokenizer.json"), r"tokenizer\.json: a Git LFS pointer.*git lfs pull"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.model.checkpoints import CPU, load_native, loaded, native_backends, prompt, saved
 from tests.model.lora import matrices, merged, root_scale, write_adapter
-from triptych.model.checkpoint.adapter_folder import read_adapter
+from triptych.model.checkpoint.adapter_tensors import read_adapter
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.network.inputs import packed_input

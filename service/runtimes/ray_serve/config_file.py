@@ -103,4 +103,5 @@ def _absolute(model: Any) -> Any:
     if isinstance(model, str):
         found = names.locate(model)
         return found if hub_names.is_hub_name(found) else str(Path(found).absolute())
-    return model | {"path": _absolute(model["path"])}
+    adapters = {"lora": {name: _absolute(path) for name, path in model["lora"].items()}} if "lora" in model else {}
+    return model | {"path": _absolute(model["path"])} | adapters

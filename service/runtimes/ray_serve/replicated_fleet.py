@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -50,6 +51,7 @@ class WantedModel:
     path: str | None  # None: every replica knows the model
     settings: dict[str, str | int | float | bool] = field(default_factory=dict)
     pinned: bool = False
+    adapter_of: str | None = None
 
 
 @dataclass(slots=True)
@@ -133,6 +135,7 @@ class Command:
     settings: dict[str, Any] = field(default_factory=dict)
     pinned: bool = False
     drain_s: float | None = None
+    adapter_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,11 @@ class ReplicatedFleet:
                 slot = self._models.get(order.name)
                 assert slot is not None
                 wanted = self._fixed(order, slot)
-                load = Command("load", order.name, token, wanted.path, dict(wanted.settings), pinned=wanted.pinned)
+                load = Command(
+                    *("load", order.name, token, wanted.path, dict(wanted.settings)),
+                    pinned=wanted.pinned,
+                    adapter_of=wanted.adapter_of,
+                )
                 answers = await self._others(load)
                 failed = [answer.error for answer in answers if answer is not None and answer.error is not None]
                 if failed:
@@ -245,7 +252,7 @@ class ReplicatedFleet:
         if self._is_loaded(command.name):
             return CommandResult()
         self._tentative[command.name] = command.token
-        order = LoadOrder(command.name, command.path, command.settings, command.pinned)
+        order = LoadOrder(command.name, command.path, command.settings, command.pinned, command.adapter_of)
         await self._local.begin_load(order)
         return CommandResult(True)
 
@@ -302,7 +309,7 @@ class ReplicatedFleet:
         if not absent and not (model.pinned and slot is not None and slot.state is State.AVAILABLE):
             return
         try:
-            await self._local.begin_load(LoadOrder(name, model.path, model.settings, model.pinned))
+            await self._local.begin_load(LoadOrder(name, model.path, model.settings, model.pinned, model.adapter_of))
         except ApiError as error:
             self._retry_at[name] = time.monotonic() + _RETRY_SECONDS
             logger.error("%s, which the other replicas have, cannot be loaded here: %s", name, error.message)
@@ -316,8 +323,8 @@ class ReplicatedFleet:
         path = slot.given_path
         served = self._models.served(order.name)
         if path is not None and hub_names.is_hub_name(path) and served is not None:
-            path = hub.with_commit(path, served.checkpoint.path)
-        return WantedModel(path, dict(order.settings), slot.pinned)
+            path = hub.with_commit(path, Path(served.adapter_path) if served.adapter_of else served.checkpoint.path)
+        return WantedModel(path, dict(order.settings), slot.pinned, slot.spec.adapter_of)
 
 
 def _want(wanted: WantedModels, name: str, slot: Model, model: WantedModel) -> None:

@@ -1,0 +1,206 @@
+"""LoRA adapters over HTTP: named as models, mixed in one batch, loaded and unloaded by request, as vLLM does too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.test_lora import MIXED, PROMPTS, SMALL, expected, folders
+from tests.engine.thread_transport import ThreadTransport
+from tests.model.texts import bytes_tokenizer
+from tests.service.test_bad_requests import check_error
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.errors import ConfigError
+from triptych.service.app import create_app
+from triptych.service.cli.main import main
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.runtimes.model_reader import FolderReader, read_adapted
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.service_settings import Limits, ModelSettings, ServiceSettings
+
+ENGINE = EngineConfig(**SMALL)
+ADMIN = {"Authorization": "Bearer admin"}
+SETTINGS = ServiceSettings(admin_keys=("admin",), models=ModelSettings(load_from=("any",)), vllm_metrics=True)
+
+
+class Reader(FolderReader):
+    """Reads a base model with the test's tokenizer."""
+
+    async def read(self, spec: ModelSpec, base: ServedModel | None = None) -> ServedModel:
+        found = await super().read(spec, base)
+        return found if base is not None else replace(found, tokenizer=bytes_tokenizer())
+
+
+@asynccontextmanager
+async def service(*adapters: str, settings: ServiceSettings = SETTINGS) -> AsyncIterator[httpx.AsyncClient]:
+    base = ModelSpec("base", str(folders()["base"]), ENGINE)
+    specs = [base, *(ModelSpec(name, str(folders()[name]), ENGINE, adapter_of="base") for name in adapters)]
+    served = [ServedModel("base", read_checkpoint(folders()["base"]), bytes_tokenizer(), ENGINE)]
+    served += [read_adapted(spec, served[0]) for spec in specs[1:]]
+    engine = AsyncEngine(specs, ThreadTransport, {one.name: one.tokenizer for one in served})
+    app = create_app(engine, Models(served), settings, Reader(1 << 30, "plain", Limits().max_beams))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test", headers=ADMIN) as client,
+    ):
+        yield client
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+async def complete(client: httpx.AsyncClient, model: str, ids: tuple[int, ...]) -> str:
+    body = {"model": model, "prompt": list(ids), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["model"] == model
+    found: str = reply.json()["choices"][0]["text"]
+    return found
+
+
+def wanted_text(name: str, ids: tuple[int, ...]) -> str:
+    return bytes_tokenizer().decode(expected(name, ids))
+
+
+def test_requests_of_all_adapters_at_once_are_those_of_merged_models() -> None:
+    async def work() -> None:
+        async with service("sql", "fr") as client:
+            asked = [(name or "base", ids) for name, ids in MIXED]
+            found = await asyncio.gather(*(complete(client, *one) for one in asked))
+            assert found == [wanted_text(*one) for one in asked]
+            listed = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+            assert {name: (one["root"], one["parent"]) for name, one in listed.items()} == {
+                "base": ("base", None),
+                "sql": ("base", "base"),
+                "fr": ("base", "base"),
+            }
+            unnamed = await client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 1})
+            assert unnamed.json()["model"] == "base", "an adapter is meant by its name alone"
+            metrics = (await client.get("/metrics")).text
+            for wanted in (
+                'triptych_requests_total{model="sql",outcome="length",task="generate"} 4.0',
+                'triptych_generation_tokens_total{model="fr"} 48.0',
+                'triptych_lora_requests_running{model="sql"} 0.0',
+                'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}',
+            ):
+                assert wanted in metrics
+
+    run(work())
+
+
+def test_adapters_are_loaded_and_unloaded_by_request() -> None:
+    async def work() -> None:
+        async with service() as client:
+            path = str(folders()["sql"])
+            load = {"name": "sql", "path": path, "adapter_of": "base"}
+            loaded = (await client.post("/models/load", json=load)).json()
+            assert (loaded["state"], loaded["adapter_of"], loaded["memory_bytes"] > 0) == ("loaded", "base", True)
+            assert await complete(client, "sql", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+            assert (await client.post("/models/unload", json={"name": "sql"})).status_code == 200
+            check_error(
+                await client.post("/v1/completions", json={"model": "sql", "prompt": "a"}), 404, "model_not_found"
+            )
+            for path_, name, wanted in (
+                ("/nowhere", "x", 400),
+                (str(folders()["base"]), "x", 400),
+                (path, "base", 409),
+            ):
+                refused = await client.post("/models/load", json={**load, "path": path_, "name": name})
+                assert refused.status_code == wanted, refused.text
+            unknown = await client.post("/models/load", json={**load, "adapter_of": "other"})
+            assert unknown.json()["error"]["param"] == "adapter_of"
+
+    run(work())
+
+
+def test_vllms_routes_load_replace_and_unload() -> None:
+    async def work() -> None:
+        async with service() as client:
+            body = {"lora_name": "sql", "lora_path": str(folders()["sql"])}
+            added = await client.post("/v1/load_lora_adapter", json=body)
+            assert (added.status_code, added.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+            assert await complete(client, "sql", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 400
+            other = {**body, "lora_path": str(folders()["fr"]), "load_inplace": True}
+            assert (await client.post("/v1/load_lora_adapter", json=other)).status_code == 200
+            assert await complete(client, "sql", PROMPTS[0]) == wanted_text("fr", PROMPTS[0])
+            assert (await client.post("/v1/load_lora_adapter", json={**body, "lora_name": "base"})).status_code == 400
+            removed = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+            assert removed.text == "Success: LoRA adapter 'sql' removed successfully."
+            for name in ("sql", "base"):
+                check_error(
+                    await client.post("/v1/unload_lora_adapter", json={"lora_name": name}), 404, "NotFoundError"
+                )
+            client.headers = httpx.Headers()
+            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 401
+
+    run(work())
+
+
+def test_an_unloaded_base_takes_its_adapters_with_it_and_a_request_brings_both_back() -> None:
+    async def work() -> None:
+        async with service("sql", settings=replace(SETTINGS, models=replace(SETTINGS.models, pin=False))) as client:
+            assert (await client.post("/models/unload", json={"name": "base"})).status_code == 200
+            states = {one["name"]: one["state"] for one in (await client.get("/models")).json()["models"]}
+            assert states == {"base": "unloaded", "sql": "unloaded"}
+            refused = await client.post("/models/load", json={"name": "sql"})
+            assert "base model base was unloaded" in refused.text
+            for name in ("base", "sql"):
+                assert (await client.post("/models/load", json={"name": name})).status_code == 200
+            assert await complete(client, "sql", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+
+    run(work())
+
+
+def test_settings_name_adapters() -> None:
+    paths = {name: str(folders()[name]) for name in ("base", "sql", "fr")}
+    models: dict[str, dict[str, Any]] = {"base": {"path": paths["base"], "lora": {"fr": paths["fr"]}}}
+    config = resolve_config(models, {"lora": (f"sql={paths['sql']}",)})
+    found = {spec.name: (spec.path, spec.adapter_of) for spec in config.models}
+    assert found == {
+        "base": (paths["base"], None),
+        "fr": (paths["fr"], "base"),
+        "sql": (paths["sql"], "base"),
+    }
+    models["other"] = {"path": paths["base"]}
+    assert resolve_config(models, {"lora": (f"other:sql={paths['sql']}",)}).models[-1].adapter_of == "other"
+    for message, given in (
+        ("name its model, MODEL:sql=PATH: one of base, other", f"sql={paths['sql']}"),
+        ("no model is named third", f"third:sql={paths['sql']}"),
+        ("another model or adapter has this name", f"base:fr={paths['sql']}"),
+        ("another model or adapter has this name", f"base:other={paths['sql']}"),
+        ("no such folder", "base:sql=/nowhere"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve_config(models, {"lora": (given,)})
+
+
+def test_a_bad_adapter_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    base = ServedModel("base", read_checkpoint(folders()["base"]), None, ENGINE)
+    with pytest.raises(ConfigError, match=r"sql: .*expected the folder of a LoRA adapter"):
+        read_adapted(ModelSpec("sql", str(tmp_path), ENGINE, adapter_of="base"), base)
+
+
+def test_inspect_shows_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--json"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(["inspect", f"sql={folders()['sql']}", *flags])
+        assert ended.value.code == 0
+    line, _, table = capsys.readouterr().out.partition("\n")
+    found = json.loads(line)
+    assert (found["form"], found["adapter_of"], found["parameters"]) == ("adapter", "org/base", 3968)
+    assert found["modules"]["q_proj"] == {"count": 2, "ranks": [4], "scales": [2.0], "parameters": 512}
+    assert "LoRA adapter of org/base, 3,968 parameters" in table
