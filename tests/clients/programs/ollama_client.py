@@ -112,7 +112,7 @@ def prompts():
     expect([len(one.top_logprobs) for one in raw.logprobs], [2, 2, 2])
 
 
-@feature("decisions")
+@feature("other: decisions")
 def decisions():
     questions = {
         "greets": {"type": "noul", "instructions": "It is a greeting."},
