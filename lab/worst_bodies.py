@@ -157,6 +157,66 @@ def worst_bodies() -> Iterator[Worst]:
         several = b",".join([part] * 9)
         yield of(before + field, b'{"role":"user","content":[' + several + b"]}", b"]", f"{name} of parts")
     yield _other("/detokenize", b'{"model":"gen","token_ids":[', b"0", b"]}")
+    yield from _of_other_programs()
+
+
+_ASK = b'"questions":[{"type":"predicate","instructions":"x"}]}'
+_NAMED = b'"questions":{"a":{"type":"noul","instructions":"x"}}}'
+
+
+def _of_other_programs() -> Iterator[Worst]:
+    """Yield those of Ollama's and llama.cpp's APIs, of decisions and of moderations."""
+    ollama, marks = b'{"model":"chat","stream":false,"options":{"num_predict":1},', b"<s>" * 9
+    yield _other("/api/chat", ollama + b'"messages":[', b"{}", b"]}")
+    yield _other("/api/chat", ollama + b'"messages":[', b'{"role":"user","content":"a"}', b"]}")
+    yield _other("/api/chat", ollama + b'"messages":[', b'{"role":"user","content":"' + marks + b'"}', b"]}")
+    yield _other("/api/chat", ollama + b'"messages":[{"role":"user","content":"' + b"a" * (SIZE - 199), b"", b'"}]}')
+    call = b'{"function":{"name":"a","arguments":{}}}'
+    yield _other("/api/chat", ollama + b'"messages":[{"role":"assistant","tool_calls":[', call, b"]}]}")
+    result = b'{"role":"tool","tool_name":"a","content":"x"}'
+    yield _other(
+        "/api/chat", ollama + b'"messages":[', call[1:-1].join((b'{"role":"assistant","tool_calls":[{', b"}]}")), b"]}"
+    )
+    yield _other("/api/chat", ollama + b'"messages":[', result, b"]}")
+    yield _other("/api/chat", ollama + b'"messages":[],"format":{"properties":{', _PROPERTY, b"}}}")
+    yield _other("/api/chat", ollama + b'"keep_alive":"' + b"1h" * (SIZE // 2 - 99), b"", b'"}')
+    yield _other("/api/generate", ollama + b'"prompt":"x","context":[', b"0", b"]}")
+    yield _other("/api/generate", ollama + b'"prompt":"' + b"<s>" * (SIZE // 3 - 99), b"", b'"}')
+    yield _other("/api/generate", ollama + b'"prompt":"x","system":"' + b"a" * (SIZE - 199), b"", b'"}')
+    yield _other("/api/embed", b'{"model":"enc","input":[', b'"w1"', b"]}")
+    yield _other("/api/embeddings", b'{"model":"enc","prompt":"' + b"w1 " * (SIZE // 3 - 99), b"", b'"}')
+    yield _other(
+        "/infill", b'{"model":"gen","input_prefix":"x","input_suffix":"y","input_extra":[', b'{"text":"a"}', b"]}"
+    )
+    yield _other("/infill", b'{"model":"gen","input_prefix":"x","input_suffix":"y","logit_bias":[', b"[1,false]", b"]}")
+    yield _other(
+        "/infill", b'{"model":"gen","input_prefix":"x","input_suffix":"' + b"a " * (SIZE // 2 - 99), b"", b'"}'
+    )
+    for name in (b"gen", b"chat"):
+        ask = b'{"model":"' + name + b'",'
+        yield _other(
+            "/v1/decisions", ask + b'"input":"x","questions":[', b'{"type":"predicate","instructions":"a"}', b"]}"
+        )
+        yield _other("/v1/decisions", ask + b'"input":[', b'{"role":"user","content":"a"}', b"]," + _ASK)
+        yield _other("/v1/decisions", ask + b'"input":"' + b"<s>" * (SIZE // 3 - 199), b"", b'",' + _ASK)
+        yield _other(
+            "/v1/decisions", ask + b'"input":"x","questions":[{"type":"choice","choices":[', b'{"value":"a%d"}', b"]}]}"
+        )
+        part = b'{"type":"input_json","data":{"a":[1]}}'
+        yield _other("/v1/decisions", ask + b'"input":[{"role":"user","content":[', part, b"]}]," + _ASK)
+        yield _other("/v1/systemone", ask + b'"state":[', _FLOAT, b"]," + _NAMED)
+        yield _other("/v1/systemone", ask + b'"state":{', b'"a%d":[]', b"}," + _NAMED)
+        yield _other(
+            "/v1/systemone", ask + b'"state":"x","questions":{', b'"a%d":{"type":"noul","instructions":"x"}', b"}}"
+        )
+        yield _other(
+            "/v1/systemone", ask + b'"state":"x","questions":{"a":{"type":"choice","criteria":{', b'"a%d":null', b"}}}}"
+        )
+        yield _other(
+            "/v1/systemone", ask + b'"state":"x","questions":{"a":{"type":"score","criteria":[', b"[]", b"]}}}"
+        )
+    yield _other("/v1/moderations", b'{"model":"enc","input":[', b'"a"', b"]}")
+    yield _other("/v1/moderations", b'{"model":"enc","input":[', b'{"type":"text","text":"a"}', b"]}")
 
 
 def many_tokens() -> Iterator[Worst]:

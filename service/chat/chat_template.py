@@ -15,7 +15,7 @@ from typing import Any
 
 from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
 from triptych.service.chat.template_files import TOKENS, TemplateError
-from triptych.service.core.context_bound import ContextBound, context_exceeded
+from triptych.service.core.context_bound import ContextBound
 from triptych.service.core.errors import ApiError, invalid, scrub, try_again
 
 # -- The texts around tool calls, as data for grammars and parsers. Three characters of Unicode's private use area mark
@@ -283,7 +283,7 @@ def _refusal(error: RenderError, bound: ContextBound) -> ApiError:
     if error.kind == "busy":
         return try_again("too many conversations are being rendered", "chat_templates", 1)
     if error.kind == "length":
-        return context_exceeded(bound.tokens, f"messages give a text of {error}", "messages")
+        return bound.too_long("messages")
     if error.kind == "raised":
         return invalid(f"the chat template refuses these messages: {scrub(str(error))}", "messages", "chat_template")
     detail = f"{error.kind}: {scrub(str(error))}"

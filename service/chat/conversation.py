@@ -10,7 +10,14 @@ from triptych.model.errors import TooManyTokensError
 from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.chat_template import ChatTemplate
 from triptych.service.chat.formats import ToolFormat, calls_of, reasoning_format
-from triptych.service.chat.message_fit import fitted_messages, given_ids, new_separator, parted_messages, shown_tools
+from triptych.service.chat.message_fit import (
+    fitted_messages,
+    given_ids,
+    new_separator,
+    parted_messages,
+    shown_tools,
+    texts_of,
+)
 from triptych.service.chat.reply_parser import ReplyFormat
 from triptych.service.chat.tools import Json, ToolUse
 from triptych.service.core.context_bound import ContextBound, context_exceeded
@@ -37,6 +44,8 @@ class Conversation:
     param: str = "messages"
     to_speak: bool = True  # the prompt ends at the start of the assistant's message
     continues: bool = False  # the prompt ends within the last message
+    separator: str = field(default_factory=new_separator)
+    parted: dict[str, str] = field(default_factory=dict)  # texts, with it in spelled marks: searched once
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +215,18 @@ async def _rendered(
             )
     tools = conversation.use.tools if conversation.use.choice != "none" else ()
 
-    marks, separator = served.require_tokenizer(conversation.param).spelled_marks, new_separator()
+    marks, separator = served.require_tokenizer(conversation.param).spelled_marks, conversation.separator
 
     def fitted() -> list[Json]:
-        return parted_messages(fitted_messages(conversation.messages, tools, chat, calls), marks, separator)
+        fitting = fitted_messages(conversation.messages, tools, chat, calls)
+        return parted_messages(fitting, marks, separator, conversation.parted)
 
     limits, context = service.limits, service.model_info(served.name).max_model_len
     bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
     # Long texts, and descriptions of tools that are written into the messages, are handled in another thread.
-    texts = [text for one in conversation.messages if isinstance(text := one.get("content"), str)]
-    for text in texts:
-        # A search in a longer text would keep the event loop waiting.
-        if len(text) > bound.characters:
-            found = f"messages give a text of more than {bound.characters} characters"
-            raise context_exceeded(context, found, "messages")
-        bound.check_bytes(text, "messages")
+    texts = [text for one in conversation.messages for text in texts_of(one)]
+    for text in texts:  # a search in a longer one would keep the event loop waiting
+        bound.check_rendered(text, "messages")
     size = sum(map(len, texts))
     is_long = size > _LONG or (tools and not chat.reads("tools"))
     messages = await service.threads.run_in_thread(fitted) if is_long else fitted()

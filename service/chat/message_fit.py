@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych.model.text.spelled_marks import SpelledMarks
@@ -21,6 +21,7 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
+_OTHERS = ("user", "tool")  # the roles whose texts come from outside
 _PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
@@ -116,21 +117,31 @@ def new_separator() -> str:
     return f"{secrets.randbits(128):039d}"
 
 
-def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str) -> list[Json]:
-    """Return the messages with a separator in each mark that users and tools spell."""
-    return [_parted(one, marks, separator) if one["role"] in ("user", "tool") else one for one in messages]
+def texts_of(message: Json) -> Iterator[str]:
+    """Yield the texts of a message's content, which may be a list of parts."""
+    content = message.get("content")
+    for one in content if isinstance(content, list) else ({"text": content},):
+        if isinstance(text := one.get("text"), str):
+            yield text
 
 
-def _parted(message: Json, marks: SpelledMarks, separator: str) -> Json:
+def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str, known: dict[str, str]) -> list[Json]:
+    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before."""
+    for text in (text for one in messages if one["role"] in _OTHERS for text in texts_of(one)):
+        if text not in known:
+            known[text] = marks.parted(text, separator)
+    return [_parted(one, known) if one["role"] in _OTHERS else one for one in messages]
+
+
+def _parted(message: Json, known: Mapping[str, str]) -> Json:
     content = message.get("content")
     if isinstance(content, str):
-        return message | {"content": marks.parted(content, separator)}
+        return message | {"content": known[content]}
     if not isinstance(content, list):
         return message
     return message | {
         "content": [
-            part | {"text": marks.parted(part["text"], separator)} if isinstance(part.get("text"), str) else part
-            for part in content
+            part | {"text": known[part["text"]]} if isinstance(part.get("text"), str) else part for part in content
         ]
     }
 

@@ -308,7 +308,7 @@ class TemplateCheck:
             return Check(name, "not applicable", "the tokenizer has no special tokens")
         counts = []
         for text in (spelled, "x"):
-            [said] = parted_messages(turns(text), tokenizer.spelled_marks, separator)
+            [said] = parted_messages(turns(text), tokenizer.spelled_marks, separator, {})
             ids = tokenizer.encode_parts(self._rendered([said], speak=True).split(separator))
             counts.append(sum(token in tokenizer.special_ids for token in ids))
             if text == spelled and text not in (shown := tokenizer.decode_part(ids, skip_special_tokens=False)):

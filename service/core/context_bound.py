@@ -24,6 +24,16 @@ class ContextBound(NamedTuple):
             raise context_exceeded(self.tokens, f"{param} has {len(text)} characters", param)
         self.check_bytes(text, param)
 
+    def check_rendered(self, text: str, param: str) -> None:
+        """Refuse a text of a conversation that is longer than what its template may render."""
+        if len(text) > self.characters:
+            raise self.too_long(param)
+        self.check_bytes(text, param)
+
+    def too_long(self, param: str) -> ApiError:
+        """Return the error for a conversation whose text is longer than `characters`."""
+        return context_exceeded(self.tokens, f"{param} give a text of more than {self.characters} characters", param)
+
     def check_bytes(self, text: str, param: str) -> None:
         """Refuse a text that is too long for any context: its tokens would block the event loop."""
         most_of_each = 1 if text.isascii() else 4  # bytes of a character

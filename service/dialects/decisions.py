@@ -19,7 +19,7 @@ import numpy as np
 
 from triptych.service.core.errors import invalid, listed, shorten, too_large
 from triptych.service.core.models import ServedModel
-from triptych.service.dialects.common import fields_of, native
+from triptych.service.dialects.common import fields_of, native_encode
 from triptych.service.dialects.decision_bodies import (
     Choice,
     CustomCall,
@@ -40,6 +40,7 @@ from triptych.service.planning.capabilities import has_categories
 from triptych.service.planning.encode import EncodePlan
 from triptych.service.planning.outputs.answers import entailment_label
 from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.types import TextPair
 
 NAMES = {"prompt": "input", "output": "model"}
 _ASKS = {
@@ -258,12 +259,12 @@ class EncodedQuestions:
         """Return the body of /encode."""
         fields = fields_of(self._body)
         if not self._reads_pairs:
-            return native(EncodeBody, fields | {"input": [self._text], "output": "scores"})
+            return native_encode(fields | {"output": "scores"}, [self._text])
         pairs = []
         for statement in (one for each in self._statements for one in each):
             first, second = (self._text, statement) if self._entails is not None else (statement, self._text)
-            pairs.append({"text": first, "text_pair": second})
-        return native(EncodeBody, fields | {"input": pairs, "output": "logits"})
+            pairs.append(TextPair(text=first, text_pair=second))
+        return native_encode(fields | {"output": "logits"}, pairs)
 
     def names(self) -> dict[str, str]:
         """Return the client's names of the inputs of /encode."""
@@ -354,7 +355,7 @@ def moderate(body: ModerationBody) -> EncodeBody:
     texts = [given] if isinstance(given, str) else [one for one in given if isinstance(one, str)]
     if not texts:
         texts = [text_of(given)]
-    return native(EncodeBody, fields_of(body) | {"input": texts, "output": "scores"})
+    return native_encode(fields_of(body) | {"output": "scores"}, texts)
 
 
 def moderation_reply(plan: EncodePlan, encoded: Json) -> Json:

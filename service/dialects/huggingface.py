@@ -35,7 +35,7 @@ from triptych.service.planning.encode import EncodePlan
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.encode_bodies import EncodeBody
 from triptych.service.schemas.parameters import HUGGING_FACE, Parameters
-from triptych.service.schemas.types import Prompt, Text, Texts
+from triptych.service.schemas.types import Prompt, Text, TextPair, Texts
 
 # -- Request bodies of TGI and TEI.
 
@@ -284,8 +284,8 @@ def embed_reply(plan: EncodePlan, reply: Json) -> object:
 
 def rerank(body: RerankBody) -> EncodeBody:
     """Translate a reranking body: each text is classified together with the query."""
-    pairs = [{"text": body.query, "text_pair": text} for text in body.texts]
-    return native(EncodeBody, encode_fields(body) | {"input": pairs, "output": _output(body)})
+    pairs = [TextPair(text=body.query, text_pair=text) for text in body.texts]
+    return native_encode(encode_fields(body) | {"output": _output(body)}, pairs)
 
 
 def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:

@@ -134,6 +134,11 @@ class WritingBody(OllamaBody):
     )
     shift: NotTrue = None
 
+    @property
+    def asks(self) -> bool:
+        """Whether something is to be written; else the model is only loaded or unloaded."""
+        raise NotImplementedError
+
 
 class CalledFunction(DialectBody):
     name: str = Field(description="The function.", examples=["weather"])
@@ -180,6 +185,10 @@ class OllamaChatBody(WritingBody):
         None, description="Leave out the oldest messages if the context is too short; default: true.", examples=[True]
     )
 
+    @property
+    def asks(self) -> bool:
+        return bool(self.messages)
+
 
 class OllamaGenerateBody(WritingBody):
     """Answer a prompt, as Ollama does; by the model's chat template, if it has one."""
@@ -206,6 +215,10 @@ class OllamaGenerateBody(WritingBody):
     width: NotFilled = None
     height: NotFilled = None
     steps: NotFilled = None
+
+    @property
+    def asks(self) -> bool:
+        return bool(self.prompt)
 
 
 class OllamaEmbedBody(OllamaBody):

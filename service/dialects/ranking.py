@@ -25,11 +25,12 @@ from triptych.service.dialects.common import (
     Refused,
     fields_of,
     native,
+    native_encode,
 )
 from triptych.service.http.json_replies import Json
 from triptych.service.planning.encode import EncodePlan
 from triptych.service.schemas.encode_bodies import EncodeBody
-from triptych.service.schemas.types import Text, TextOrTexts, Texts
+from triptych.service.schemas.types import Text, TextOrTexts, TextPair, Texts
 
 # -- Request bodies of Cohere, Jina and vLLM for ranking, scoring and classification, and of Cohere for embeddings.
 
@@ -191,9 +192,9 @@ class Judgement:
         """Return the body of /encode; `input[i]` contains `seconds[i]`."""
         if self._pairs:
             firsts = self._firsts if len(self._firsts) > 1 else [*self._firsts] * len(self._seconds)
-            pairs = [{"text": one, "text_pair": other} for one, other in zip(firsts, self._seconds, strict=True)]
-            return native(EncodeBody, fields | {"input": pairs, "output": "scores"})
-        return native(EncodeBody, fields | {"input": [*self._seconds, *self._firsts], "normalize": True})
+            pairs = [TextPair(text=one, text_pair=other) for one, other in zip(firsts, self._seconds, strict=True)]
+            return native_encode(fields | {"output": "scores"}, pairs)
+        return native_encode(fields | {"normalize": True}, [*self._seconds, *self._firsts])
 
     def scores(self, reply: Json) -> list[float]:
         """Return a score for each of `seconds`."""

@@ -5,7 +5,6 @@ A body becomes one of OpenAI's decisions, and the answers get their names back.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -27,6 +26,7 @@ from triptych.service.dialects.decision_bodies import (
     Predicate,
     Question,
     Score,
+    json_text,
 )
 from triptych.service.dialects.ollama_bodies import OllamaBody
 from triptych.service.http.json_replies import Json
@@ -40,7 +40,7 @@ def _as_text(most: int | None) -> Callable[[Any], str]:
     """Return a function that writes JSON as text, of at most `most` characters; None: any number above 0."""
 
     def work(value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json_text(value)
         if most is None and not text:
             raise PydanticCustomError("text_too_short", "Input should have at least 1 character")
         if most is not None and len(text) > most:

@@ -137,9 +137,15 @@ def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
             bound.check_bytes(one.text + (one.pair or ""), one.param)
         characters += one.characters
     most = per_token * checked.bounds.tokens
-    if characters > most and not may_cut:
+    if characters > most and not (may_cut and characters <= 2 * _sent(checked)):
         raise too_large(f"input has {characters} characters in all, more than {most}", "input", "too_many_tokens")
     return texts
+
+
+def _sent(checked: CheckedInputs) -> int:
+    """Return the characters of all inputs; a text that is in many of them, such as a query, counts once."""
+    texts = (text for one in checked.inputs for text in (one.text, one.pair) if text)
+    return sum({id(text): len(text) for text in texts}.values())
 
 
 def _check_text(checked: CheckedInputs, one: EncodeInput) -> None:

@@ -13,7 +13,7 @@ from triptych.model.api.request import Request as EngineRequest
 from triptych.model.errors import TooManyTokensError
 from triptych.service.chat.conversation import Conversation, rendered
 from triptych.service.chat.message_fit import new_separator
-from triptych.service.core.context_bound import context_exceeded
+from triptych.service.core.context_bound import ContextBound, context_exceeded
 from triptych.service.core.errors import invalid, too_large
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects import decisions, systemone
@@ -150,6 +150,9 @@ async def _answers(request: Request, service: Service, body: DecisionBody, serve
 async def _around(service: Service, body: DecisionBody, served: ServedModel) -> tuple[list[str], list[str]]:
     """Return the text of the prompt before each question, and the text after it, cut within spelled marks."""
     if served.chat is None:
+        limits, length = service.limits, service.model_info(served.name).max_model_len
+        bound = ContextBound(length, limits.prompt_characters_per_token, limits.max_text_bytes)
+        bound.check(decisions.plain(body), "input")
         return [decisions.plain(body) + "\n\n"], ["\nAnswer:"]
     mark = new_separator()
     messages = decisions.messages(body)

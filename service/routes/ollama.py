@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from triptych.service.planning.requests import output_room
 from triptych.service.routes import encode, generate
 
 B = TypeVar("B", bound=OllamaBody)
+W = TypeVar("W", bound=WritingBody)
 
 routes = Routes()
 
@@ -66,12 +67,9 @@ class _Prepared:
 )
 async def chat(request: Request) -> Response:
     """Works with Ollama's clients. The reply is a stream of lines unless `stream` is false."""
-    body, name = await _read(request, OllamaChatBody)
-    if not body.messages and body.keep_alive == 0:
-        return await _unload(request, body, name)
-    at = _held(request, body, name, await chat_model(request, body.model, body.timeout_s))
-    if not body.messages:
-        return await _nothing(at, ollama.empty_reply(body, at.name, moment(), "load"))
+    body, at = await _begun(request, OllamaChatBody, chat_model)
+    if isinstance(at, Response):
+        return at
     ollama.check(body)  # outside of `naming_errors`, like the conversation: their errors name fields of the body
     with at.service.handling():
         turn = await _fitting_turn(at, body)
@@ -88,13 +86,9 @@ async def chat(request: Request) -> Response:
 )
 async def generate_text(request: Request) -> Response:
     """A model with a chat template answers the prompt as a message, unless `raw` is true; others continue it."""
-    body, name = await _read(request, OllamaGenerateBody)
-    if not body.prompt and body.keep_alive == 0:
-        return await _unload(request, body, name)
-    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    at = _held(request, body, name, service_of(request).models.resolve(body.model, Task.GENERATE))
-    if not body.prompt:
-        return await _nothing(at, ollama.empty_reply(body, at.name, moment(), "load"))
+    body, at = await _begun(request, OllamaGenerateBody, _writing_model)
+    if isinstance(at, Response):
+        return at
     ollama.check(body)
     names = ollama.GENERATE_NAMES
     with at.service.handling():
@@ -203,6 +197,22 @@ async def _read(request: Request, model: type[B]) -> tuple[B, str | None]:
     """Return the body, with the name that the model has here, and the name that the client wrote."""
     body = await parsed(request, await raw_body(request), model)
     return with_model(request, body), body.model
+
+
+async def _writing_model(request: Request, model: str | None, timeout_s: float | None) -> ServedModel:
+    await hold_model(request, model, Task.GENERATE, timeout_s)
+    return service_of(request).models.resolve(model, Task.GENERATE)
+
+
+async def _begun(
+    request: Request, model: type[W], hold: Callable[[Request, str | None, float | None], Awaitable[ServedModel]]
+) -> tuple[W, _Prepared | Response]:
+    """Read a body and hold its model; a body that asks nothing gets its reply, and loads or unloads the model."""
+    body, name = await _read(request, model)
+    if not body.asks and body.keep_alive == 0:
+        return body, await _unload(request, body, name)
+    at = _held(request, body, name, await hold(request, body.model, body.timeout_s))
+    return body, at if body.asks else await _nothing(at, ollama.empty_reply(body, at.name, moment(), "load"))
 
 
 def _held(request: Request, body: OllamaBody, name: str | None, served: ServedModel) -> _Prepared:

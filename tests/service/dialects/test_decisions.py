@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_named_questions_have_the_answers_of_decisions(client: openai.OpenAI, mo
     levels = ["low", "mid", "high"]
     asked: Any = [
         {"type": "predicate", "instructions": "It imports os.\ntrue: so"},
-        {"type": "choice", "instructions": '{"q": "Wh\u00efch?"}', "choices": [{"value": "a", "description": "[1]"}]},
+        {"type": "choice", "instructions": '{"q":"Wh\u00efch?"}', "choices": [{"value": "a", "description": "[1]"}]},
         {"type": "score", "instructions": "How?", "levels": [{"label": one} for one in levels]},
         {"type": "score", "instructions": "How?", "levels": [{"label": "0", "description": "x" * 65}, {"label": "1"}]},
     ]
@@ -166,7 +167,7 @@ def test_named_questions_have_the_answers_of_decisions(client: openai.OpenAI, mo
         "s": {"type": "score", "instructions": "How?", "criteria": levels},
         "l": {"type": "score", "instructions": "How?", "criteria": ["x" * 65, "y"]},
     }
-    theirs = client.decisions.create(model=model, input='{"imports": ["os"]}', questions=asked).model_dump()["answers"]
+    theirs = client.decisions.create(model=model, input='{"imports":["os"]}', questions=asked).model_dump()["answers"]
     body = {"model": model, "state": {"imports": ["os"]}, "questions": named, "keep_alive": "5m"}
     reply: Any = client.post("/systemone", body=body, cast_to=object)
     assert reply.keys() == {"model", "answers", "usage"} and reply["model"] == model
@@ -344,6 +345,28 @@ def test_many_labels_are_refused_before_any_work(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError, match="questions have 2295 labels in all") as error:
         client.decisions.create(model="chat", input=TEXT, questions=asked)
     assert error.value.status_code == 413
+
+
+_LONG = "os " * 400_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/rerank", {"model": "rank", "query": _LONG, "documents": ["a"] * 2000}),
+        ("rerank", {"model": "rank", "query": _LONG, "texts": ["a"] * 2000, "truncate": True}),
+        ("v1/score", {"model": "rank", "text_1": _LONG, "text_2": ["a"] * 2000}),
+        ("encode", {"model": "nli", "input": _LONG, "labels": ["a"] * 2000, "output": "zero_shot", "truncate": "left"}),
+        ("v1/decisions", {"model": "nli", "input": _LONG, "questions": [choices(*map(str, range(250)))] * 8}),
+        ("v1/decisions", {"model": "plain", "input": _LONG, "questions": QUESTIONS * 100}),
+    ],
+)
+def test_a_long_text_is_not_read_again_and_again(client: openai.OpenAI, path: str, body: dict[str, Any]) -> None:
+    """A body of a megabyte would be read as gigabytes."""
+    began, url = time.process_time(), str(client.base_url).removesuffix("v1/")
+    reply = httpx.post(url + path, json=body, timeout=60)
+    assert reply.status_code in (400, 413) and "characters" in reply.json()["error"]["message"], reply.text[:300]
+    assert time.process_time() - began < 2
 
 
 def test_moderations(client: openai.OpenAI, folders: dict[str, Path]) -> None:
