@@ -317,7 +317,7 @@ def _sentences(
     path: Path, raw: dict[str, Any], config: ModelConfig, files: Iterable[Path], *, pickle: bool
 ) -> SentenceSettings:
     """Return what the folder says of its vectors, completed by its network."""
-    hidden_size = next(iter(config.stacks.values())).output_width
+    hidden_size = config.vector_size
     sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
     late = sentences.late
     if late is None and family_for(config).drops("linear.weight"):
@@ -338,4 +338,4 @@ def _default_pooling(config: ModelConfig) -> Pooling:
     """Return the last token for a decoder, which sees the whole text; CLS for a vision model; else the mean."""
     if config.encoder is None:
         return Pooling.LAST
-    return Pooling.CLS if config.image is not None else Pooling.MEAN
+    return Pooling.CLS if config.only_images else Pooling.MEAN

@@ -20,7 +20,8 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NETWORKS = ("Transformer", "MLMTransformer", "CausalTransformer")
 _VECTORS = ("Dense", "LayerNorm", "Normalize", "Dropout")  # which change the vector of a pooling
 STATIC = "StaticEmbedding"  # vectors of tokens and their mean, without a network
-SERVED = (*_NETWORKS, STATIC, "WeightedLayerPooling", "Pooling", "SpladePooling", *_VECTORS, "LogitScore")
+JOINT = "CLIPModel"  # vectors of texts and images, which need no pooling
+SERVED = (*_NETWORKS, STATIC, JOINT, "WeightedLayerPooling", "Pooling", "SpladePooling", *_VECTORS, "LogitScore")
 # Kinds that are known and not served, with what they are.
 REFUSED = {
     "WordEmbeddings": "vectors of words without a network",
@@ -28,7 +29,6 @@ REFUSED = {
     "WordWeights": "weights of words",
     "CNN": "convolutions over vectors of words",
     "LSTM": "a recurrent network over vectors of words",
-    "CLIPModel": "a network for texts and images",
     "Router": "another route for each kind of input",
     "Asym": "another route for each kind of input",
     "SparseStaticEmbedding": "weights of tokens without a network",
@@ -165,10 +165,10 @@ def _check_order(kinds: list[str]) -> None:
             raise ConfigError(f"modules.json must have {network}, {last}, has {', '.join(kinds)}")
     if kinds[0] in whole:
         return
-    if kinds[0] == STATIC:
+    if kinds[0] in (STATIC, JOINT):
         if not {*kinds[1:]} <= {*_VECTORS}:
             raise ConfigError(
-                f"modules.json has the order {', '.join(kinds)}; after {STATIC} are served {', '.join(_VECTORS)}"
+                f"modules.json has the order {', '.join(kinds)}; after {kinds[0]} are served {', '.join(_VECTORS)}"
             )
         return
     first = ["Transformer", "Pooling"] if "Pooling" in kinds else ["Transformer"]

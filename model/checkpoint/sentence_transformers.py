@@ -13,6 +13,7 @@ from safetensors import safe_open
 from triptych.model.api.request import Pooling
 from triptych.model.checkpoint.json_files import COLBERT, COLBERT_SETTINGS, SPARSE, read_json
 from triptych.model.checkpoint.sentence_modules import (
+    JOINT,
     KEYS,
     MODEL,
     NETWORK,
@@ -44,6 +45,7 @@ _WITHOUT_SETTINGS = (
     "MLMTransformer",
     "CausalTransformer",
     STATIC,
+    JOINT,
     "Normalize",
 )  # or in files of other names
 _LONGEST = 65_536  # tokens of a query, which are filled up, or of a document
@@ -206,6 +208,11 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
             size = hidden_size * len(pooling)
         elif kind == STATIC:
             pooling = (Pooling.MEAN,)
+        elif kind == JOINT:
+            if raw.get("model_type") != "clip":
+                found = shown(raw.get("model_type"))
+                raise ConfigError(f"modules.json has {JOINT}, whose config.json must be of a clip, found {found}")
+            pooling = (Pooling.LAST,)  # of a request that asks for another: the network has its own
         elif kind in ("Dense", "LayerNorm", "Normalize"):
             step = read_step(path, kind, folder, config, size, pickle=pickle)
             steps.append(step)

@@ -18,7 +18,7 @@ from triptych.model.config.attention import (
 )
 from triptych.model.config.bounds import require_numbers, require_positive
 from triptych.model.config.formats import Storage
-from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig
+from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig, MLPConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
 
@@ -62,6 +62,7 @@ class ImageConfig:
     """An image as a sequence: square patches in rows, after one classifier token (Dosovitskiy et al. 2021).
 
     After that token there may be one of distillation, or registers, which have no positions (Darcet et al. 2024).
+    Pixels beyond the last whole patch are not read.
     """
 
     size: int  # pixels a side
@@ -72,11 +73,15 @@ class ImageConfig:
     # Patches a side that positions are stored of, and stretched from to those of `size`; None: of as many (ViT).
     grid: int | None = None
     antialias: bool = False  # of the stretching, which is bicubic
+    class_token: bool = True  # False: there are only patches (SigLIP)
+    bias: bool = True  # of the projection of patches
 
     def __post_init__(self) -> None:
         require_positive(size=self.size, patch=self.patch, channels=self.channels)
-        if self.size % self.patch:
-            raise ConfigError(f"image size {self.size} is not a multiple of the patch size {self.patch}")
+        if self.size < self.patch:
+            raise ConfigError(f"image size {self.size} is less than the patch size {self.patch}")
+        if not self.class_token and (self.distilled or self.registers or self.grid is not None):
+            raise ConfigError("other learned tokens, and stretched positions, follow a classifier token")
 
     @property
     def side(self) -> int:
@@ -86,7 +91,7 @@ class ImageConfig:
     @property
     def first_tokens(self) -> int:
         """The learned tokens before the patches."""
-        return 1 + self.distilled + self.registers
+        return self.class_token + self.distilled + self.registers
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +105,35 @@ class ImageConfig:
     def pixel_bytes(self) -> int:
         """Of one image with 8 bits a channel."""
         return self.channels * self.size**2
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeConfig:
+    """Attention of one learned query over all rows, then `x + mlp(norm(x))` (Zhai et al. 2023: SigLIP)."""
+
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+
+
+@dataclass(frozen=True, slots=True)
+class JointConfig:
+    """How texts and images get vectors of one space, which are compared by their cosine (Radford et al. 2021: CLIP).
+
+    The similarity of a text and an image is `exp(scale) cos + bias`, of learned numbers. With `exclusive` their softmax
+    over the texts is the probability of each, else the sigmoid of each.
+    """
+
+    size: int  # of the vectors
+    exclusive: bool
+    text_bias: bool = False  # of the projection of texts
+    projects_images: bool = True
+    probe: ProbeConfig | None = None  # pools an image's rows; None: its classifier token counts
+    end_id: int | None = None  # a text's first such token counts; None: its last one does
+    padded: bool = False  # texts are filled up to all positions, and what fills them up is read
+
+    def __post_init__(self) -> None:
+        require_positive(size=self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +263,10 @@ class GenerationRules:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model of one to two stacks; which of them exist is its form."""
+    """One model of one to two stacks; which of them exist is its form.
+
+    With `vision` it has one more, which reads images. Without, `image` is what the encoder reads in place of tokens.
+    """
 
     model_type: str
     embedding: EmbeddingConfig
@@ -242,7 +279,9 @@ class ModelConfig:
     classifier: ClassifierConfig | None = None
     masked_head: MaskedHeadConfig | None = None  # what a masked token was
     adapters: AdapterConfig | None = None
-    image: ImageConfig | None = None  # what the encoder reads instead of tokens
+    image: ImageConfig | None = None
+    vision: StackConfig | None = None
+    joint: JointConfig | None = None
     audio: AudioConfig | None = None  # likewise; its decoder has tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None
@@ -260,8 +299,10 @@ class ModelConfig:
         require_numbers(self)
         if self.encoder is None and self.decoder is None:
             raise ConfigError("a model needs an encoder, a decoder or both")
-        if (self.embedding.vocab_size == 0) != (self.image is not None):
-            raise ConfigError("a model reads either tokens or images")
+        if (self.embedding.vocab_size == 0) != self.only_images:
+            raise ConfigError("a model reads tokens, or images by its encoder")
+        if (self.joint is not None) != (self.vision is not None) or (self.vision is not None and self.image is None):
+            raise ConfigError("a stack for images needs their patches, and makes vectors of a space with texts")
         if self.audio is not None and self.form != "encoder-decoder":
             raise ConfigError("a model that reads sound is an encoder-decoder")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
@@ -287,15 +328,30 @@ class ModelConfig:
 
     @property
     def stacks(self) -> dict[str, StackConfig]:
-        named = {"encoder": self.encoder, "decoder": self.decoder}
+        named = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision}
         return {name: stack for name, stack in named.items() if stack is not None}
 
     @property
     def source_positions(self) -> int | None:
         """The rows of every input of the encoder, where images or windows of sound are equally long; None: of texts."""
-        if self.image is not None:
+        if self.only_images and self.image is not None:
             return self.image.num_tokens
         return self.audio.num_positions if self.audio is not None else None
+
+    @property
+    def only_images(self) -> bool:
+        """Whether images are all that it reads."""
+        return self.image is not None and self.vision is None
+
+    @property
+    def text_stack(self) -> StackConfig:
+        """The first stack: what reads tokens, or in their place images or sound."""
+        return next(iter(self.stacks.values()))
+
+    @property
+    def vector_size(self) -> int:
+        """The width of hidden states, or of vectors in a space of texts and images."""
+        return self.text_stack.output_width if self.joint is None else self.joint.size
 
     @property
     def has_experts(self) -> bool:

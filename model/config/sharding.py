@@ -61,6 +61,10 @@ class Shard:
     def check(self, config: ModelConfig) -> None:
         """Raise `ConfigError` for a model that cannot be split so."""
         block = _block_of(config)
+        if config.vision is not None and self.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size {self.size}: a {config.model_type} with a stack for images is not split"
+            )
         for name, stack in config.stacks.items() if self.size > 1 else ():
             for layer in stack.distinct_layers:
                 self._check_layer(name, layer, block)

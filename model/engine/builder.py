@@ -304,7 +304,9 @@ def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int,
     """Return the bytes of each rank's KV pool and of scratch; raises `ConfigError` if the model does not fit."""
     scratch, config, linear, limits, draft = 0, plan.checkpoint.config, plan.linear, plan.limits, plan.draft
     if linear.library is not None:
-        source = config.source_positions or 0  # one step encodes a whole source, whatever its bound of tokens
+        source = config.source_positions or (
+            config.image.num_tokens if config.image is not None else 0
+        )  # one step encodes a whole source, whatever its bound of tokens
         rows, dtype = max(limits.max_num_batched_tokens, source), linear.dtype
         scratch = planned_scratch(
             linear.library, config, dtype, linear.quantization, rows=rows, context=max(plan.context, source)
@@ -366,7 +368,7 @@ def _on_stream(device: torch.device, load: Callable[[], Transformer]) -> Transfo
 
 
 def _close(model: Transformer) -> None:
-    for stack in (model.encoder, model.decoder):
+    for stack in (model.encoder, model.decoder, model.vision):
         if stack is not None:
             stack.runner = None  # it refers to the stack
     if (rank_processes := rank_processes_of(model)) is not None:

@@ -26,6 +26,7 @@ from triptych.model.api.request import (
     EncodeRequest,
     EncodeTask,
     FinishReason,
+    SourceKind,
 )
 from triptych.model.api.stats import StepStats
 from triptych.model.attention.base import AttentionMetadata
@@ -260,7 +261,7 @@ class EncodeEngine:
 
     @property
     def _num_layers(self) -> int:
-        return max(1, next(iter(self.model.config.stacks.values())).num_layers)
+        return max(1, self.model.config.text_stack.num_layers)
 
     def _layer_tokens(self, length: int, layers: int) -> int:
         """Convert layers of an input of `length` tokens to the tokens through all layers of equal cost, rounded up."""
@@ -316,12 +317,17 @@ class EncodeEngine:
     def _hidden(self, batch: Sequence[EncodeRequest]) -> Tensor:
         """Return the hidden states `[T, d]` of inputs with one path, from a recorded batch if one is large enough."""
         sources = [request.source for request in batch]
-        plain = _path(batch[0]) == _PLAIN and not any(one.model in self.model.lora for one in batch)
+        plain = _path(batch[0])[:2] == _PLAIN and not any(one.model in self.model.lora for one in batch)
         if self._graphs is not None and plain and (size := self._graphs.size_of(sources)):
             return self._graphs.run(size, sources)
-        causal = self.model.encoder is None
-        inputs = self._pack(batch, causal)
-        return self.model.decode(inputs) if causal else self.model.encode(inputs)
+        inputs = self._pack(batch)
+        if self._by_vision(batch[0]):
+            return self.model.encode_images(inputs)
+        return self.model.decode(inputs) if self.model.encoder is None else self.model.encode(inputs)
+
+    def _by_vision(self, request: EncodeRequest) -> bool:
+        """Whether the stack for images reads an input."""
+        return request.source.kind is SourceKind.IMAGE and self.model.vision is not None
 
     @torch.inference_mode()
     def _run_layers(self, paused: PausedBatch, budget: int | None) -> tuple[list[EncodeResult], int]:
@@ -331,9 +337,7 @@ class EncodeEngine:
         """
         stack_pass = paused.stack_pass
         if stack_pass is None:
-            paused.stack_pass = stack_pass = self.model.begin(
-                self._pack(paused.requests, causal=self.model.encoder is None)
-            )
+            paused.stack_pass = stack_pass = self.model.begin(self._pack(paused.requests))
         total = stack_pass.layers_done + stack_pass.layers_left
         layers = total if budget is None else max(1, budget * total // paused.num_tokens)
         layers = min(layers, stack_pass.layers_left)
@@ -380,7 +384,8 @@ class EncodeEngine:
         """Run the smallest possible forward pass."""
         self._encode([EncodeRequest("", self.name, blank_source(self.model.config), EncodeTask.TOKENS)])
 
-    def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
+    def _pack(self, batch: Sequence[EncodeRequest]) -> StackInput:
+        causal = self.model.encoder is None and not self._by_vision(batch[0])
         inputs = source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
         if self._adapters is not None:
             chosen = self._adapters.of_segments([one.adapter for one in batch], map(self._length, batch))
@@ -414,9 +419,9 @@ class EncodeEngine:
         ]
 
 
-_PLAIN = (False, False)  # the path of an input without unread tokens and adapter
+_PLAIN = (False, False)  # without unread tokens and adapter
 
 
-def _path(request: EncodeRequest) -> tuple[bool, bool]:
+def _path(request: EncodeRequest) -> tuple[bool, bool, SourceKind]:
     """Return what decides how layers are computed: inputs that differ in it are computed as if they were alone."""
-    return request.unread > 0, request.adapter is not None
+    return request.unread > 0, request.adapter is not None, request.source.kind

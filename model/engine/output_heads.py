@@ -61,7 +61,7 @@ class SentenceHead:
         settings = _settings(first)
         if any(_settings(one) != settings for one in others):
             return False
-        if first.pooling is None and self._steps:
+        if first.pooling is None and (self._steps or self._model.joint is not None):
             return False
         return not first.spans and _TOGETHER.issuperset(self._modes(first))
 
@@ -103,7 +103,11 @@ class SentenceHead:
     def _vector(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         if request.pooling is not None:  # the projections were trained for the model's own pooling
             return self._pool(hidden, request.pooling, 0)
-        vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
+        if (joint := self._model.joint) is not None:
+            rows, ids = hidden.to(self._model.dtype), request.source.token_ids
+            vector = (joint.of_text(rows, ids) if ids else joint.of_image(rows)).float()
+        else:
+            vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
         return _stepped(vector, self._steps)
 
     def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:

@@ -53,7 +53,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
     if generate is not None:
         launched += yield from _compile_draft_model(generate)
         compile_sampling(encode.model)
-    if encode.model.config.image is None:
+    if not encode.model.config.only_images:
         for length in LENGTHS:
             tokens = min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
             source = blank_source(encode.model.config, tokens)

@@ -70,7 +70,7 @@ def attention_maps(path: Path, text: str) -> list[AttentionMap]:
     """Compute the attention maps of the checkpoint at `path` over `text`; raises `ConfigError`."""
     checkpoint = read_checkpoint(path)
     tokenizer = Tokenizer.from_folder(checkpoint.network_path)
-    if tokenizer is None or checkpoint.config.image is not None:
+    if tokenizer is None or checkpoint.config.only_images:
         raise ConfigError(f"{path.name} reads no text: the folder has no tokenizer")
     encoded = tokenizer.encode(text)
     limit = min(MAX_TOKENS, checkpoint.config.max_positions or MAX_TOKENS)

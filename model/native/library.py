@@ -47,6 +47,7 @@ ACTIVATIONS = {
     Activation.SILU: 4,
     Activation.TANH: 5,
     Activation.RELU_SQUARED: 8,
+    Activation.QUICK_GELU: 9,
 }
 CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 

@@ -120,16 +120,19 @@ class PatchEmbedding(nn.Module):
     def __init__(self, config: ImageConfig, size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
-        self.first = nn.Parameter(torch.empty(size))
+        self.first = nn.Parameter(torch.empty(size)) if config.class_token else None
         self.distillation = nn.Parameter(torch.empty(size)) if config.distilled else None
         self.registers = nn.Parameter(torch.empty(config.registers, size)) if config.registers else None
         self.positions = None if config.grid is None else nn.Parameter(torch.empty(1 + config.grid**2, size))
-        self.project = linear(LinearSpec("project", config.patch_elements, (Part(size),)))
+        self.project = linear(LinearSpec("project", config.patch_elements, (Part(size),), config.bias))
 
     def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * tokens, E]
         patch = self.config.patch
         patches = nn.functional.unfold(pixels, patch, stride=patch).transpose(1, 2)  # [B, N, C * P * P]
-        first, projected = self.first[None], self.project(patches)
+        projected = self.project(patches.flatten(0, 1)).unflatten(0, patches.shape[:2])
+        if self.first is None:
+            return projected.flatten(0, 1)
+        first = self.first[None]
         if self.positions is not None:
             positions = self._stretched(self.positions)
             first, projected = first + positions[:1], projected + positions[1:]

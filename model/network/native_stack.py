@@ -95,9 +95,15 @@ def native_linears(
     in_layers, in_head = QUANTIZED_LAYERS.get(quantization, (own, own))
     stacks = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None]
     inside = [f"{stack}.{part}.*" for stack in stacks for part in ("layers", "convolution")]
-    native = [*((name, in_layers) for name in inside), ("head", in_head), ("audio.*", own)]
+    native = [
+        *((name, in_layers) for name in inside),
+        ("head", in_head),
+        ("audio.*", own),
+        ("patches.*", own),
+        ("joint.*", own),
+    ]
     if batch_invariant:
-        native += [(f"{module}.project", own) for module in (*stacks, "patches")]
+        native += [(f"{module}.project", own) for module in stacks]
         native += [(f"{stack}.output", own) for stack in stacks]
     return LinearFactory(dtype, native=tuple(native), library=library, quantization=quantization)
 
@@ -106,7 +112,7 @@ def attach_native_stacks(model: Transformer) -> None:
     """Let C compute the layers of a loaded model's stacks, where it covers them and has packed their matrices."""
     library = model.linear.library
     if library is not None:
-        for stack in (model.encoder, model.decoder):
+        for stack in (model.encoder, model.decoder, model.vision):
             if stack is not None and NativeStack.unsupported(stack.config) is None:
                 stack.runner = NativeStack(stack, library)
 

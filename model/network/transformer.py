@@ -40,6 +40,7 @@ from triptych.model.network.embeddings import (
     without_masked,
 )
 from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.joint_space import JointSpace
 from triptych.model.network.lora import LoraAdapter
 from triptych.model.network.norms import build_norm
 from triptych.model.network.stack import Stack, StackPass
@@ -70,13 +71,21 @@ class Transformer(nn.Module):
         self.vocabulary = vocabulary  # of each rank
         self.tokens: TokenTable | PackedTable | None = self._table(config.embedding)
         self.source_tokens = self._table(config.source_embedding)
-        self.patches = (
-            PatchEmbedding(config.image, size, linear.within("patches")) if config.image is not None else None
-        )
+        self.patches: PatchEmbedding | None = None
+        if config.image is not None:
+            width = size if config.vision is None else config.vision.hidden_size
+            self.patches = PatchEmbedding(config.image, width, linear.within("patches"))
         self.audio = AudioEmbedding(config.audio, size, linear.within("audio")) if config.audio is not None else None
         self.encoder = self._stack("encoder", own.encoder)
         self.decoder = self._stack("decoder", own.decoder)
-        hidden_size = next(reversed(config.stacks.values())).output_width
+        self.vision: Stack | None = None
+        if config.vision is not None:
+            embedding = EmbeddingConfig(0, config.vision.hidden_size)
+            self.vision = Stack(config.vision, embedding, linear.within("vision"))
+        self.joint = JointSpace(config, config.joint, linear.within("joint")) if config.joint is not None else None
+        last = config.decoder or config.encoder
+        assert last is not None
+        hidden_size = last.output_width
         self.head = self._head(own, hidden_size) if config.head is not None else None
         packed = self._head_with_table()
         if packed is not None:
@@ -145,7 +154,7 @@ class Transformer(nn.Module):
     def dump_activations(self, folder: Path) -> None:
         """Write every later pass through a stack to a file in `folder`, which is made."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder), ("vision", self.vision)):
             if stack is not None:
                 stack.dump = dump_to(folder, name)
 
@@ -164,9 +173,14 @@ class Transformer(nn.Module):
         assert self.encoder is not None
         return self.encoder(self._embedded(inputs), inputs, self.backend)
 
+    def encode_images(self, inputs: StackInput) -> Tensor:
+        """The hidden states `[T, d]` of images in a model that has a stack for them."""
+        assert self.vision is not None
+        return self.vision(self._embedded(inputs), inputs, self.backend)
+
     def begin(self, inputs: StackInput) -> StackPass:
-        """A pass through the first stack, without a cache, that may be interrupted between layers."""
-        stack = self.encoder if self.encoder is not None else self.decoder
+        """A pass through what reads the inputs, without a cache, that may be interrupted between layers."""
+        stack = self.vision if inputs.pixels is not None and self.vision is not None else self.encoder or self.decoder
         assert stack is not None
         return StackPass(stack, self._embedded(inputs), inputs, self.backend)
 

@@ -105,10 +105,12 @@ class Tokenizer:
         *,
         cleans_up: bool = False,
         pair_of_languages: tuple[str, str] | None = None,
+        padding: tuple[str, bool] = ("", False),
     ) -> None:
         """`names` are special tokens by what they are for: "mask_token"; `cleans_up`: texts are shown cleaned up.
 
-        `pair_of_languages`: those of a translator that knows one source and one target.
+        `pair_of_languages`: those of a translator that knows one source and one target. `padding`: the token that
+        fills texts up, and whether it stands before them.
         """
         self.cleans_up = cleans_up
         self.pair_of_languages = pair_of_languages
@@ -130,6 +132,7 @@ class Tokenizer:
         self._infilling: dict[bool, Infilling | None] = {}
         self.mask_token = self._first("mask_token", names, _MASKS)
         self.unknown_id = self._id_of(self._first("unk_token", names, _UNKNOWNS))
+        self.pad_id, self.pads_left = self._id_of(padding[0] or None), padding[1]
         self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
         self._has_fixed_texts = has_fixed_texts(tokenizer.decoder)
         self._fixed_texts = {skip: FixedTexts(self, skip_special_tokens=skip) for skip in (False, True)}
@@ -158,7 +161,12 @@ class Tokenizer:
             languages = source_languages(built, files)
             pair = _pair_of_languages(files)
             names = _special_names(files)
-            return cls(built, languages, names, cleans_up=cleans_up(built, files), pair_of_languages=pair)
+            return cls(
+                *(built, languages, names),
+                cleans_up=cleans_up(built, files),
+                pair_of_languages=pair,
+                padding=_padding(files),
+            )
 
     def _first(self, name: str, names: Mapping[str, str], usual: Sequence[str]) -> str | None:
         """Return the special token `name`, by the folder's files or else by its usual texts, if it is there."""
@@ -409,6 +417,12 @@ def _pair_of_languages(files: Files) -> tuple[str, str] | None:
     """Return what Marian's settings of the tokenizer say of its languages."""
     pair = files.text("source_lang", ""), files.text("target_lang", "")
     return pair if all(pair) else None
+
+
+def _padding(files: Files) -> tuple[str, bool]:
+    """Return the token that fills texts up, and whether it stands before them."""
+    side = files.text("padding_side", "left" if files.tokenizer_class in ("Gemma", "Siglip2") else "right")
+    return files.special("pad_token", ""), side == "left"
 
 
 def _special_names(files: Files) -> dict[str, str]:

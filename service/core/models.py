@@ -97,11 +97,20 @@ class ServedModel:
     @property
     def hidden_size(self) -> int:
         """The width of the hidden states that /encode returns for tokens."""
-        return next(iter(self.config.stacks.values())).hidden_size
+        return self.config.text_stack.hidden_size
+
+    def padded(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a text's token ids as the model was trained on them: filled up, where it reads what fills them up."""
+        joint, tokenizer = self.config.joint, self.tokenizer
+        if joint is None or not joint.padded or tokenizer is None:
+            return ids
+        fill = self.config.pad_token_id if tokenizer.pad_id is None else tokenizer.pad_id
+        filling = (fill or 0,) * max(0, (self.config.max_positions or 0) - len(ids))
+        return (*filling, *ids) if tokenizer.pads_left else (*ids, *filling)
 
     def vector_size(self, *, own_pooling: bool) -> int:
         """Return the dimensions of an embedding by the checkpoint's own pooling and projections, or by another one."""
-        return self.checkpoint.sentences.output_size(self.hidden_size) if own_pooling else self.hidden_size
+        return self.checkpoint.sentences.output_size(self.config.vector_size) if own_pooling else self.hidden_size
 
     def serves(self, task: Task) -> bool:
         """Return whether the model can do the task, or might be able to once it is loaded."""

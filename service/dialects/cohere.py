@@ -29,7 +29,7 @@ from triptych.service.http.json_replies import Json
 from triptych.service.planning.encode import EncodePlan
 from triptych.service.planning.outputs.vectors import quantized
 from triptych.service.schemas.encode_bodies import EncodeBody, Ranges
-from triptych.service.schemas.types import EncodeInput, TextPair
+from triptych.service.schemas.types import EncodeInput, ImageFile, TextPair
 
 # -- Cohere's embeddings. Its vectors have length 1.
 
@@ -94,7 +94,7 @@ class EmbeddingBody(Extended):
     """Turn inputs into vectors, as OpenAI, Jina and vLLM do."""
 
     input: EncodeInput = Field(
-        description="Text, token ids, several of either, or a list of `{text}` or `{image}`.",
+        description="Text, token ids, several of either, or a list of texts, `{text}` and `{image}`.",
         examples=["a cat", ["a cat", "a dog"]],
     )
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -137,6 +137,11 @@ class EmbeddingBody(Extended):
     normalized: bool | None = Field(None, description="The same. Jina's.", examples=[True])
     use_activation: bool | None = Field(None, description="The same. vLLM's.", examples=[True])
     add_special_tokens: Annotated[Any, Refused(True)] = None
+    modality: Literal["text", "image"] | None = Field(
+        None,
+        description="`image`: texts of `input` are image files in base64, or data URLs. infinity's.",
+        examples=["image"],
+    )
     priority: Annotated[Any, Refused(0)] = None
     embed_dtype: Annotated[Any, Refused("float32")] = None
     endianness: Annotated[Any, Refused("native", "little")] = None
@@ -182,7 +187,15 @@ def embedding(body: EmbeddingBody) -> EncodeBody:
         if fields["truncate"] is not None:
             raise invalid("late_chunking and truncate exclude each other", "late_chunking")
         return native(EncodeBody, fields | _parts_of_one_text(body))
-    return native_encode(fields, body.input)
+    return native_encode(fields, _as_images(body.input) if body.modality == "image" else body.input)
+
+
+def _as_images(given: Any) -> list[ImageFile | TextPair]:
+    """Return inputs whose strings are image files; raises a 400 for token ids."""
+    inputs = [given] if isinstance(given, str) else given
+    if not all(isinstance(one, str | ImageFile | TextPair) for one in inputs):
+        raise invalid("input: with modality 'image' it must be image files, found token ids", "input")
+    return [ImageFile(image=one) if isinstance(one, str) else one for one in inputs]
 
 
 def embedding_reply(body: EmbeddingBody) -> Callable[[EncodePlan, Json], Json]:

@@ -77,7 +77,7 @@ def shown(service: Service, served: ServedModel) -> Json:
 def abilities(service: Service, served: ServedModel) -> list[str]:
     """Return what a model can do, in the API's words; none for models that classify or transcribe."""
     config, settings = served.config, service.settings
-    if not served.reads_text or config.image is not None or (served.loaded and served.tokenizer is None):
+    if not served.reads_text or config.only_images or (served.loaded and served.tokenizer is None):
         return []
     if not config.can_generate:
         return ["embedding"] if config.classifier is None else []

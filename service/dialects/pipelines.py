@@ -157,6 +157,24 @@ class ImageBody(HuggingFaceBody):
     parameters: ClassParameters | None = Field(None, description="Parameters.")
 
 
+class ImageLabelParameters(DialectBody):
+    """Parameters of zero-shot-image-classification."""
+
+    candidate_labels: Texts = native_field("labels", ["a cat", "a dog"], default=...)
+    hypothesis_template: str | None = native_field("", "This is a photo of {}.")
+
+
+class ImageLabelBody(HuggingFaceBody):
+    """Classify an image by the labels in the request."""
+
+    inputs: str = Field(
+        min_length=1, description="A JPEG, PNG, WebP or GIF file in base64, or as a data URL.", examples=[PIXEL]
+    )
+    parameters: ImageLabelParameters = Field(
+        description="Labels and other parameters.", examples=[{"candidate_labels": ["a cat", "a dog"]}]
+    )
+
+
 class ClassBody(HuggingFaceBody):
     """Classify texts."""
 
@@ -277,6 +295,10 @@ def classes(body: ClassBody) -> EncodeBody:
 
 def image(body: ImageBody) -> EncodeBody:
     return native(EncodeBody, fields_of(body) | {"input": [{"image": body.inputs}], "output": _numbers_of(body)})
+
+
+def image_labels(body: ImageLabelBody) -> EncodeBody:
+    return native(EncodeBody, fields_of(body) | {"input": [{"image": body.inputs}], "output": "zero_shot"})
 
 
 def _numbers_of(body: ClassBody | ImageBody) -> str:

@@ -166,7 +166,7 @@ CLASSIFY_NAMES = {"output": "model"}
 def judges_pairs(served: ServedModel) -> bool:
     """Whether a model is a cross-encoder: it has a classifier of whole texts."""
     head = served.config.classifier
-    return head is not None and not head.per_token and served.config.image is None
+    return head is not None and not head.per_token and not served.config.only_images
 
 
 class Judgement:

@@ -30,6 +30,7 @@ class RootTask(StrEnum):
     TOKEN_CLASSIFICATION = "token-classification"
     TEXT_CLASSIFICATION = "text-classification"
     IMAGE_CLASSIFICATION = "image-classification"
+    ZERO_SHOT_IMAGE = "zero-shot-image-classification"
     SPEECH_RECOGNITION = "automatic-speech-recognition"
 
 
@@ -67,7 +68,8 @@ class RootBody:
         if "question" in inputs:
             return RootTask.QUESTION_ANSWERING
         if "candidate_labels" in parameters:
-            return RootTask.ZERO_SHOT
+            joint = bool(models) and all(one.config.joint is not None for one in models)
+            return RootTask.ZERO_SHOT_IMAGE if joint else RootTask.ZERO_SHOT
         if parameters & _OF_TEXT2TEXT:
             return RootTask.TRANSLATION
         writers = [one for one in models if one.config.can_generate and one.reads_text]
@@ -112,7 +114,7 @@ def _task_of_head(served: ServedModel) -> RootTask | None:
     head = served.config.classifier
     if served.config.audio is not None:
         return RootTask.SPEECH_RECOGNITION
-    if served.config.image is not None:
+    if served.config.only_images:
         return RootTask.IMAGE_CLASSIFICATION if head is not None else None
     if head is None:
         return RootTask.FILL_MASK if served.config.masked_head is not None else None

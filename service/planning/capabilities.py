@@ -24,7 +24,7 @@ TRANSLATE, SUMMARIZE, REWRITE = "translate", "summarize", "rewrite"
 EMBED, RERANK, CLASSIFY, FILL = "embed", "rerank", "classify", "fill"
 TAG, ANSWER, ZERO_SHOT, SPARSE, LATE = "tag", "answer", "zero_shot", "embed_sparse", "embed_tokens"
 DECIDE, MODERATE = "decide", "moderate"
-CLASSIFY_IMAGE, EMBED_IMAGE = "classify_image", "embed_image"
+CLASSIFY_IMAGE, EMBED_IMAGE, LABEL_IMAGE = "classify_image", "embed_image", "label_image"
 # Abilities that several of these have in common, for the examples of routes.
 GENERATE, SEQ2SEQ, JUDGE, TOKENIZE, FILL_MIDDLE = "generate", "seq2seq", "judge", "tokenize", "fill_middle"
 MEANINGS = {  # what a model must do, in words
@@ -48,6 +48,7 @@ MEANINGS = {  # what a model must do, in words
     LATE: "makes a vector for each token, as ColBERT does",
     CLASSIFY_IMAGE: "classifies images",
     EMBED_IMAGE: "embeds images",
+    LABEL_IMAGE: "classifies images by any labels",
     GENERATE: "writes text",
     SEQ2SEQ: "is an encoder-decoder for texts",
     JUDGE: "classifies texts or pairs of texts",
@@ -99,8 +100,10 @@ def capabilities(served: ServedModel) -> list[Capability]:
     """Return the abilities of a model, the most particular first."""
     if not served.reads_text:
         return list(_of_sound(served))
-    if served.config.image is not None:
+    if served.config.only_images:
         return list(_of_images(served))
+    if served.config.joint is not None:
+        return list(_of_texts_and_images(served))
     if served.loaded and served.tokenizer is None:
         return [_of_ids(served)]
     if served.is_encoder_decoder and served.config.can_generate:
@@ -140,7 +143,7 @@ def choices(models: Iterable[ServedModel]) -> dict[str, Choice]:
             for ability in (one.name, *shared):
                 found.setdefault(ability, Choice(ability, served.name, mask or "", text, one.path, body))
         head = served.config.classifier
-        judges = head is not None and not head.per_token and served.config.image is None
+        judges = head is not None and not head.per_token and not served.config.only_images
         fills = served.config.can_generate and served.infilling is not None
         named = judges and head is not None and has_categories(head.labels)
         also = (TOKENIZE, served.tokenizer is not None), (JUDGE, judges), (MODERATE, named), (FILL_MIDDLE, fills)
@@ -164,6 +167,15 @@ def _of_images(served: ServedModel) -> Iterable[Capability]:
     if served.config.classifier is not None:
         yield Capability(CLASSIFY_IMAGE, "/pipeline/image-classification", {"model": served.name, "inputs": PIXEL})
     yield Capability(EMBED_IMAGE, "/encode", {"model": served.name, "input": [{"image": PIXEL}]})
+
+
+def _of_texts_and_images(served: ServedModel) -> Iterable[Capability]:
+    name = served.name
+    if not served.loaded or served.tokenizer is not None:
+        body = {"model": name, "inputs": PIXEL, "parameters": {"candidate_labels": ["a cat", "a dog"]}}
+        yield Capability(LABEL_IMAGE, "/pipeline/zero-shot-image-classification", body)
+        yield Capability(EMBED, "/v1/embeddings", {"model": name, "input": _SENTENCES})
+    yield Capability(EMBED_IMAGE, "/v1/embeddings", {"model": name, "input": [{"image": PIXEL}]})
 
 
 def _of_ids(served: ServedModel) -> Capability:

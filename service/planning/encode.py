@@ -8,7 +8,7 @@ What each output needs and reads is in `triptych.service.planning.outputs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -66,7 +66,10 @@ class EncodePlan:
             cut[reading.owner] |= reading.cut
         items = []
         for index, (sent, of_input) in enumerate(zip(inputs, parts, strict=True)):
-            item = {"index": index, **self.output.item(InputResult(body, self.served, sent, of_input))}
+            item = {
+                "index": index,
+                **self.output.item(InputResult(body, self.served, self.checked.info, sent, of_input)),
+            }
             if cut[index]:
                 item["truncated"] = True
             if (self.output.windows or body.split is not None) and len(of_input) > 1:
@@ -98,12 +101,23 @@ class EncodePlanner:
         check_timeout(body.timeout_s, self._limits)
         checked = check_inputs(body, served, info, self._limits, uncounted)
         check_room(self._client, served, 0)  # if there is room for one, all are admitted
-        if served.config.image is not None:
+        if served.config.only_images:
             return await self._plan_images(checked, request_id, arrival)
 
         def work() -> EncodePlan:  # takes long for thousands of inputs
             readings = read(checked, texts_of(checked))
             return EncodePlan(checked, tuple(readings), self._requests(checked, readings, request_id, arrival))
+
+        texts = await self._plan_texts(checked, work)
+        if all(one.image is None for one in checked.inputs):
+            return texts
+        images = await self._plan_images(checked, request_id, arrival)
+        checked.bounds.check_tokens(texts.prompt_tokens + images.prompt_tokens)
+        return EncodePlan(checked, (*images.readings, *texts.readings), (*images.requests, *texts.requests))
+
+    async def _plan_texts(self, checked: CheckedInputs, work: Callable[[], EncodePlan]) -> EncodePlan:
+        """Do the work where it holds nothing up: tokenising many texts, or looking at many ids, takes long."""
+        served = checked.served
 
         characters = sum(one.characters for one in checked.inputs)
         if characters:
@@ -115,18 +129,19 @@ class EncodePlanner:
         served, inputs = checked.served, checked.inputs
         image, processing = served.config.image, served.checkpoint.images
         assert image is not None and processing is not None
-        checked.bounds.check_tokens(image.num_tokens * len(inputs))
+        files = [(owner, one) for owner, one in enumerate(inputs) if one.image is not None or served.config.only_images]
+        checked.bounds.check_tokens(image.num_tokens * len(files))
         shape = (image.channels, image.size, image.size)
         images = self._images.request(processing)
         found = []
-        for one in inputs:
+        for _, one in files:
             if one.image is None:
                 raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
             pixels = await pixels_of(one.image, f"{one.param}.image", images)
             found.append(image_source(pixels, shape, image.num_tokens))
         base = self._base(checked, arrival)
         requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
-        readings = tuple(Reading(owner, one, Encoded((), ())) for owner, one in enumerate(inputs))
+        readings = tuple(Reading(owner, one, Encoded((), ())) for owner, one in files)
         return EncodePlan(checked, readings, requests)
 
     def _base(self, checked: CheckedInputs, arrival: float) -> dict[str, Any]:
@@ -155,6 +170,8 @@ class EncodePlanner:
         requests = []
         for one in readings:
             ids, type_ids = one.encoded.ids, one.encoded.type_ids if served.token_types > 1 else ()
+            if one.sent.ids is None:
+                ids = served.padded(ids)
             has_prompt = one.sent.ids is None and not checked.body.chunks
             request = EncodeRequest(
                 engine_id(request_id),

@@ -22,7 +22,7 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check a body; raises an `ApiError` that names the first field that cannot be served."""
     count = len(body.input) if isinstance(body.input, list) and not isinstance(body.input[0], int) else 1
-    if OUTPUTS[body.output].detailed or served.config.image is not None:  # results for each token, or images
+    if OUTPUTS[body.output].detailed or served.config.only_images:  # results for each token, or images
         bounds = EncodeBounds(limits.max_detailed_inputs, limits.max_detailed_tokens, uncounted)
     else:
         bounds = EncodeBounds(limits.max_encode_inputs, limits.max_encode_tokens, uncounted)
@@ -31,6 +31,7 @@ def check_inputs(
     output = output_of(body, served)
     _check_size(body, served, info)
     inputs = inputs_of(body)
+    _at_most("input", sum(one.image is not None for one in inputs), limits.max_detailed_inputs)
     prompt = _prompt(inputs, body, served)
     if prompt and body.split is not None:
         raise invalid("split: a prompt stands in front of the first window alone", "split")
@@ -79,14 +80,14 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     if "prompt_name" not in OUTPUTS[body.output].fields:  # the chat template of a reranker contains its prompt
         return sentences.prompt(None) if _is_scored(body) and served.pairs is None else ""
     _check_task(body, served)
-    if served.config.image is not None:
+    if served.config.only_images:
         if name is not None:
             raise invalid(f"prompt_name: model {served.name} reads images, which have no prompts", "prompt_name")
         return ""
     if name is not None and name not in sentences.prompts:
         known = ", ".join(sorted(sentences.prompts)) or "none"
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
-    single = not any(one.pair is not None or one.ids for one in inputs)
+    single = not any(one.pair is not None or one.ids or one.image for one in inputs)
     if name is not None and not single:
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
     if body.task is not None and sentences.adapter(body.task) is None:  # then `task` names a prompt
@@ -123,6 +124,7 @@ def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
         (owner, one if output.verbatim else _prepared(one, checked))
         for owner, sent in enumerate(checked.inputs)
         for one in ((sent,) if output.readings is None else output.readings(checked, sent))
+        if one.image is None or checked.served.config.joint is None
     ]
     if len(texts) > len(checked.inputs):
         checked.bounds.check_inputs(len(texts))
@@ -160,7 +162,8 @@ def _check_text(checked: CheckedInputs, one: EncodeInput) -> None:
     served.require_tokenizer(one.param)
     if one.pair is None and served.pairs is not None and output.labelled:
         raise invalid(f"{one.param}: model {served.name} scores pairs: send text and text_pair", one.param)
-    if one.pair is not None and served.config.encoder is None and served.pairs is None:
+    single = served.config.encoder is None or served.config.joint is not None
+    if one.pair is not None and single and served.pairs is None:
         raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
 
 

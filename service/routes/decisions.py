@@ -92,7 +92,7 @@ async def moderate(request: Request) -> Response:
 def _decides(served: ServedModel) -> bool:
     """Return whether a model answers questions."""
     head = served.config.classifier
-    if not served.reads_text or served.config.image is not None or (head is not None and head.spans):
+    if not served.reads_text or served.config.only_images or (head is not None and head.spans):
         return False
     return judges_pairs(served) or served.config.can_generate
 

@@ -21,6 +21,7 @@ from triptych.service.dialects.pipelines import (
     EntityBody,
     FillMaskBody,
     ImageBody,
+    ImageLabelBody,
     QuestionBody,
     SimilarityBody,
     ZeroShotBody,
@@ -59,6 +60,7 @@ _ROOT: dict[RootTask, tuple[type[BaseModel], Callable[[Request, Any], Awaitable[
     RootTask.TOKEN_CLASSIFICATION: (EntityBody, pipelines.find_entities),
     RootTask.TEXT_CLASSIFICATION: (ClassBody, pipelines.classify),
     RootTask.IMAGE_CLASSIFICATION: (ImageBody, images.classify),
+    RootTask.ZERO_SHOT_IMAGE: (ImageLabelBody, images.classify_by),
 }
 _FILES = {
     RootTask.IMAGE_CLASSIFICATION: images.image_classification,

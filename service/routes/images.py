@@ -11,13 +11,13 @@ from starlette.responses import Response
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects import pipelines
-from triptych.service.dialects.common import naming_errors
-from triptych.service.dialects.pipelines import ImageBody
-from triptych.service.http.bodies import named_model, raw_body, whole_body, with_model
+from triptych.service.dialects.common import names_of, naming_errors
+from triptych.service.dialects.pipelines import ImageBody, ImageLabelBody
+from triptych.service.http.bodies import named_model, raw_body, read_body, whole_body, with_model
 from triptych.service.http.model_use import choose_model
 from triptych.service.http.parsing import parsed
-from triptych.service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
-from triptych.service.planning.capabilities import CLASSIFY_IMAGE
+from triptych.service.http.route_table import MODEL_IN_QUERY, Routes, file_body, json_body, replies
+from triptych.service.planning.capabilities import CLASSIFY_IMAGE, LABEL_IMAGE
 from triptych.service.routes import encode
 from triptych.service.schemas.types import PIXEL
 
@@ -26,9 +26,14 @@ routes = Routes("encode")
 _TYPES = ("image/", "application/octet-stream")  # media types of a body that is the file itself
 
 
+def labels_images(served: ServedModel) -> bool:
+    """Return whether a model compares images with texts."""
+    return served.config.joint is not None
+
+
 def classifies_images(served: ServedModel) -> bool:
     """Return whether a model classifies images."""
-    return served.config.image is not None and served.config.classifier is not None
+    return served.config.only_images and served.config.classifier is not None
 
 
 @routes.post(
@@ -51,6 +56,26 @@ async def image_classification(request: Request) -> Response:
         raise invalid("the body is empty; expected an image file", code="invalid_image")
     fields = {"inputs": base64.b64encode(file).decode(), "model": named_model(request, None)}
     return await classify(request, ImageBody.model_validate(fields))
+
+
+@routes.post(
+    "/pipeline/zero-shot-image-classification",
+    "Classify an image by any labels, as InferenceClient asks for it",
+    json_body(ImageLabelBody, ability=LABEL_IMAGE),
+    replies("The labels, the best first.", Any),
+    MODEL_IN_QUERY,
+)
+async def zero_shot_image_classification(request: Request) -> Response:
+    """Requires a model of texts and images (CLIP, SigLIP)."""
+    return await classify_by(request, await read_body(request, ImageLabelBody))
+
+
+async def classify_by(request: Request, body: ImageLabelBody) -> Response:
+    """Return scores of the body's labels."""
+    served = await choose_model(request, body.model, labels_images, "classifies images by any labels", body.timeout_s)
+    with naming_errors(names_of(body) | pipelines.IMAGE_NAMES):
+        asked = pipelines.image_labels(body.model_copy(update={"model": served.name}))
+        return await encode.answer(request, asked, pipelines.zero_shot_reply)
 
 
 async def classify(request: Request, body: ImageBody) -> Response:

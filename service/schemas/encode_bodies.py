@@ -31,7 +31,8 @@ class EncodeBody(Body):
     model: ModelName = None
     input: EncodeInput = Field(
         description="Text, token ids, or up to 2,048 texts, id lists or text pairs (300,000 tokens in all). Images and "
-        "inputs whose output has a part for each token: up to 256 (16,384 tokens in all).",
+        "inputs whose output has a part for each token: up to 256 (16,384 tokens in all, unless the model reads texts "
+        "too).",
         examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
     )
     output: OutputName = Field(
@@ -40,8 +41,8 @@ class EncodeBody(Body):
         "logits for the reply's `labels`. `scores`: the same after the checkpoint's activation. `sparse`: weights of "
         "vocabulary entries. `multi_vector`: vectors of tokens for late interaction. `fill_mask`: candidates for mask "
         "tokens. `token_classification`: entities with their places. `question_answering`: answers with their places; "
-        "`text` is the question, `text_pair` the context. `zero_shot`: scores of any `labels` by an entailment model. "
-        "/info lists the outputs of each model.",
+        "`text` is the question, `text_pair` the context. `zero_shot`: scores of any `labels` by an entailment model, "
+        "or of an image by CLIP and SigLIP. /info lists the outputs of each model.",
         examples=["embedding", "fill_mask"],
     )
     pooling: Literal["default", "mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean", "pooler"] = Field(
@@ -149,7 +150,8 @@ class EncodeBody(Body):
     hypothesis_template: str | None = Field(
         None,
         max_length=1024,
-        description="zero_shot: the sentence made from a label, which replaces `{}`; default: `This example is {}.`",
+        description="zero_shot: the sentence made from a label, which replaces `{}`; default: `This example is {}.`, "
+        "of images `This is a photo of {}.`",
         examples=["This text is about {}."],
     )
     multi_label: bool | None = Field(

@@ -78,8 +78,24 @@ class ImageFile(Body):
     )
 
 
-Images = Annotated[list[ImageFile], Field(min_length=1, fail_fast=True)]
+OneInput = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[ImageFile, Tag("<image>")] | Annotated[TextPair, Tag("<pair>")],
+    Discriminator(
+        lambda value: _item_shape(value),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a string, or a {text, text_pair} or {image} object",
+    ),
+]
+Inputs = Annotated[list[OneInput], Field(min_length=1, fail_fast=True)]
 TextPairs = Annotated[list[TextPair], Field(min_length=1, fail_fast=True)]
+
+
+def _item_shape(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, ImageFile) or (isinstance(value, dict) and "image" in value):
+        return "<image>"
+    return "<pair>" if isinstance(value, dict | Body) else None
 
 
 def _shape(value: Any) -> str | None:
@@ -89,11 +105,9 @@ def _shape(value: Any) -> str | None:
         return None
     first = value[0] if value else 0
     if isinstance(first, str):
-        return "<texts>"
+        return "<inputs>" if any(isinstance(one, dict | Body) for one in value) else "<texts>"
     if isinstance(first, dict | Body):
-        return (
-            "<images>" if isinstance(first, ImageFile) or (isinstance(first, dict) and "image" in first) else "<pairs>"
-        )
+        return "<pairs>" if all(_item_shape(one) == "<pair>" for one in value) else "<inputs>"
     return "<id_lists>" if isinstance(first, list) else "<ids>"
 
 
@@ -126,8 +140,11 @@ EncodeInput = Annotated[
     | Annotated[TokenIds, Tag("<ids>")]
     | Annotated[TokenIdLists, Tag("<id_lists>")]
     | Annotated[TextPairs, Tag("<pairs>")]
-    | Annotated[Images, Tag("<images>")],
-    _union("a string, or a list of strings, token ids, lists of token ids, {text, text_pair} or {image} objects"),
+    | Annotated[Inputs, Tag("<inputs>")],
+    _union(
+        "a string, or a list of strings, token ids, lists of token ids, {text, text_pair} or {image} objects, "
+        "or of strings and objects"
+    ),
 ]
 TextOrIds = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")],

@@ -145,6 +145,21 @@ XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
 VIT = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
 )
+# Two stacks of odd sizes; an image has pixels beyond the last whole patch.
+_TOWER = dict(num_hidden_layers=2, intermediate_size=52)
+_TOWERS: dict[str, Any] = dict(
+    vision_config=dict(_TOWER, hidden_size=48, num_attention_heads=3, image_size=34, patch_size=8),
+    text_config=dict(_TOWER, vocab_size=96, hidden_size=40, num_attention_heads=5, eos_token_id=2, bos_token_id=1),
+)
+CLIP: dict[str, Any] = dict(
+    vision_config=_TOWERS["vision_config"],
+    text_config=dict(_TOWERS["text_config"], max_position_embeddings=20, eos_token_id=3),
+    projection_dim=24,
+)
+SIGLIP: dict[str, Any] = dict(
+    vision_config=_TOWERS["vision_config"],
+    text_config=dict(_TOWERS["text_config"], max_position_embeddings=16, projection_size=48),
+)
 DINOV2 = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, mlp_ratio=2)
 BART = dict(
     vocab_size=VOCAB,
@@ -365,6 +380,8 @@ _NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
 # Heads that only tests of their outputs use; the networks below them are those of `KINDS`.
 HEADS: Rows = {
     "bert-masked": random_model("BertForMaskedLM", BERT),
+    "clip": random_model("CLIPModel", CLIP),
+    "siglip": random_model("SiglipModel", SIGLIP),
     # With experts in every layer, as GGUF has them.
     "qwen2-moe-every": random_model("Qwen2MoeForCausalLM", LLAMA, **EXPERTS, shared_expert_intermediate_size=28),
     "qwen3-moe-every": random_model("Qwen3MoeForCausalLM", LLAMA, **EXPERTS, norm_topk_prob=True),

@@ -18,8 +18,8 @@ from triptych.model.families import FAMILIES
 from triptych.model.families.table.known_keys import PATH
 from triptych.model.families.wholes import WHOLES
 
-# Types that occur only inside other files: the two sides of T5Gemma, and MPT's attention settings.
-INNER = ("t5_gemma_module",)
+# Types that occur only inside other files: the sides of T5Gemma, CLIP and SigLIP, and MPT's attention settings.
+INNER = ("t5_gemma_module", "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model")
 # Functions of a class that receive keys of a file that are not fields of the class.
 _MAKERS = {"__post_init__", "convert_rope_params_to_dict"}
 _ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # only classes with rotary positions accept these

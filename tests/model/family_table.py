@@ -54,7 +54,14 @@ _TORCH = {"model_type": "transformer", "vocab_size": 100, "d_model": 32, "nhead"
 _TORCH |= {"num_decoder_layers": 2, "dim_feedforward": 64, "bos_token_id": 1, "eos_token_id": 2}
 # Settings that classes have no default for, or whose default no published model uses.
 _COMPLETED = {"dots1": {"n_routed_experts": 128}, "glm4_moe": {"head_dim": 128}}
-_ACTIVATIONS = {"relu": "ReLU", "relu_squared": "squared ReLU", "gelu": "GELU", "gelu_tanh": "GELU", "silu": "SiLU"}
+_ACTIVATIONS = {
+    "relu": "ReLU",
+    "relu_squared": "squared ReLU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELU",
+    "quick_gelu": "GELU",
+    "silu": "SiLU",
+}
 
 
 def page() -> str:
@@ -112,6 +119,8 @@ def _configs(model_type: str) -> Iterator[ModelConfig]:
 
 
 def _form(config: ModelConfig) -> str:
+    if config.joint is not None:
+        return f"{config.form} of texts, with a stack of images"
     reads = " of images" if config.image is not None else " of sounds" if config.audio is not None else ""
     return config.form + reads
 

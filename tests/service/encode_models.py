@@ -82,6 +82,10 @@ class Client:
     def get(self, path: str) -> httpx.Response:
         return self._loop.run_until_complete(self._http.get(path))
 
+    def send(self, path: str, file: bytes, media_type: str) -> httpx.Response:
+        headers = {"Content-Type": media_type}
+        return self._loop.run_until_complete(self._http.post(path, content=file, headers=headers))
+
     def encode(self, **body: Any) -> dict[str, Any]:
         reply = self.post(**body)
         assert reply.status_code == 200, reply.text

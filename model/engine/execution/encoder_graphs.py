@@ -193,7 +193,7 @@ def can_record_batches(model: Transformer) -> bool:
     encodes = config.encoder is not None or not config.can_generate
     experts = any(isinstance(layer.feed_forward, ExpertsConfig) for layer in stack.layers)
     waits = bool(stack.recurrences) or stack.convolution is not None or (experts and EXPERTS in model.linear.faults)
-    return encodes and model.backend.graph_safe and not waits
+    return encodes and model.backend.graph_safe and not waits and config.vision is None
 
 
 def most_tokens(config: ModelConfig) -> int:

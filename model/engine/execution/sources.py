@@ -53,7 +53,7 @@ def source_input(
 
 def blank_source(config: ModelConfig, tokens: int = 1) -> Source:
     """Return an empty source for a model: `tokens` tokens of id 0, a black image, or a window of silence."""
-    if (image := config.image) is not None:
+    if config.only_images and (image := config.image) is not None:
         shape = (image.channels, image.size, image.size)
         return image_source(bytes(math.prod(shape)), shape, image.num_tokens)
     if (audio := config.audio) is not None:

@@ -62,6 +62,7 @@ INLINE void finish_in(int how, const Product *product, const SumTile *tile, int 
     case GELU: finish_as(GELU, how, product, tile, vectors); break;
     case GELU_TANH: finish_as(GELU_TANH, how, product, tile, vectors); break;
     case SILU: finish_as(SILU, how, product, tile, vectors); break;
+    case QUICK_GELU: finish_as(QUICK_GELU, how, product, tile, vectors); break;
     case TANH: finish_as(TANH, how, product, tile, vectors); break;
     case SOFTCAP: finish_as(SOFTCAP, how, product, tile, vectors); break;
     default: finish_as(NO_ACTIVATION, how, product, tile, vectors);

@@ -280,7 +280,7 @@ INLINE vec erf_vec(vec x) {
 }
 
 /* What may follow a product. */
-enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5, SOFTCAP = 6, CLAMPED_SILU = 7, RELU_SQUARED = 8 };
+enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5, SOFTCAP = 6, CLAMPED_SILU = 7, RELU_SQUARED = 8, QUICK_GELU = 9 };
 
 /* Apply an activation to each lane, other than SOFTCAP and CLAMPED_SILU, which have a parameter. */
 INLINE vec activate(int kind, vec x) {
@@ -290,6 +290,7 @@ INLINE vec activate(int kind, vec x) {
     case GELU: return 0.5f * x * (1.0f + erf_vec(x * 0.70710678118654752f));
     case GELU_TANH: return 0.5f * x * (1.0f + tanh_vec(0.79788456080286536f * (x + 0.044715f * x * x * x)));
     case SILU: return x / (1.0f + exp_vec(-x));
+    case QUICK_GELU: return x / (1.0f + exp_vec(-1.702f * x));
     case TANH: return tanh_vec(x);
     default: return x;
     }

@@ -115,7 +115,7 @@ def _word(located: Located, at: int) -> tuple[int, int]:
 # -- zero_shot: how well labels fit a text, by an entailment model (Yin et al. 2019). Each label becomes a hypothesis;
 # the model scores every pair of text and hypothesis.
 
-_TEMPLATE = "This example is {}."
+_TEMPLATE, _IMAGE_TEMPLATE = "This example is {}.", "This is a photo of {}."
 _PLACE = "{}"
 
 
@@ -129,15 +129,20 @@ def entailment_label(served: ServedModel) -> int | None:
 
 def hypotheses(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     """Return a pair of text and hypothesis for each label."""
-    body = checked.body
-    if not body.labels:
-        raise invalid("labels is required with output 'zero_shot'", "labels", "missing_field")
-    template = _TEMPLATE if body.hypothesis_template is None else body.hypothesis_template
-    if _PLACE not in template:
-        raise invalid("hypothesis_template must have {} in the place of the label", "hypothesis_template")
+    sentences = _sentences(checked.body, _TEMPLATE)
     if not sent.is_text:
         raise invalid(f"{sent.param} must be a text", sent.param)
-    return [EncodeInput(sent.param, sent.text, template.replace(_PLACE, label)) for label in body.labels]
+    return [EncodeInput(sent.param, sent.text, sentence) for sentence in sentences]
+
+
+def _sentences(body: EncodeBody, template: str) -> list[str]:
+    """Return the sentence of each label, by the body's template or else `template`; raises a 400."""
+    if not body.labels:
+        raise invalid("labels is required with output 'zero_shot'", "labels", "missing_field")
+    template = template if body.hypothesis_template is None else body.hypothesis_template
+    if _PLACE not in template:
+        raise invalid("hypothesis_template must have {} in the place of the label", "hypothesis_template")
+    return [template.replace(_PLACE, label) for label in body.labels]
 
 
 def zero_shot_item(result: InputResult) -> Json:
@@ -154,6 +159,29 @@ def zero_shot_item(result: InputResult) -> Json:
         scores = softmax(logits[:, [contradicts, entails]])[:, 1]
     else:
         scores = softmax(logits[:, entails])
+    return _ranked(labels, scores)
+
+
+def image_labels(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
+    """Return an image, and a sentence for each label, as CLIP's authors classify images by labels."""
+    if sent.image is None:
+        raise invalid(f"{sent.param} must be an image: model {checked.served.name} labels images", sent.param)
+    return [sent, *(EncodeInput("labels", one) for one in _sentences(checked.body, _IMAGE_TEMPLATE))]
+
+
+def image_labels_item(result: InputResult) -> Json:
+    """Return the labels with their scores, best first: a softmax over all, or with SigLIP a sigmoid of each."""
+    labels, joint, similarity = result.body.labels, result.served.config.joint, result.info.similarity
+    assert labels is not None and joint is not None and similarity is not None
+    vectors = np.stack([part.values for part in result.parts]).astype(np.float64)  # of the image, then of the labels
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    scale, bias = similarity
+    logits = scale * (vectors[1:] @ vectors[0]) + bias
+    scores = softmax(logits) if joint.exclusive else 1 / (1 + np.exp(-logits))
+    return _ranked(labels, scores)
+
+
+def _ranked(labels: Sequence[str], scores: Array) -> Json:
     ranked = sorted(zip(scores.tolist(), labels, strict=True), key=lambda pair: -pair[0])
     return {"labels": [label for _, label in ranked], "scores": [score for score, _ in ranked]}
 

@@ -80,6 +80,7 @@ class InputResult(msgspec.Struct, frozen=True):
 
     body: EncodeBody
     served: ServedModel
+    info: ModelInfo
     sent: EncodeInput
     parts: Sequence[PartResult]
 

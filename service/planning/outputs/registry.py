@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from triptych.model.api.request import EncodeTask
 from triptych.service.core.errors import invalid
 from triptych.service.core.models import ServedModel
@@ -142,33 +144,60 @@ _TABLE = (
     ),
 )
 OUTPUTS: dict[str, OutputKind] = {output.name: output for output in _TABLE}
-# By output, in the order of the body: the fields that only other outputs read, and their defaults.
-_MEANINGLESS = {
-    output.name: [
+_OF_WHOLE_TEXTS = frozenset({"chunks", "split", "stride"})  # their vectors are not made of parts
+# The outputs of models with vectors for texts and images, where they differ.
+_JOINT = {
+    "embedding": replace(OUTPUTS["embedding"], fields=OUTPUTS["embedding"].fields - _OF_WHOLE_TEXTS),
+    "zero_shot": OutputKind(
+        "zero_shot",
+        EncodeTask.EMBEDDING,
+        answers.image_labels_item,
+        needs=(_TOKENIZER,),
+        fields=frozenset({"truncate", "labels", "hypothesis_template"}),
+        verbatim=True,
+        readings=answers.image_labels,
+    ),
+}
+
+
+def _meaningless(output: OutputKind) -> list[tuple[str, object]]:
+    """Return the fields that only other outputs read, with their defaults, in the order of the body."""
+    return [
         (name, field.default)
         for name, field in EncodeBody.model_fields.items()
         if name not in output.fields and any(name in other.fields for other in _TABLE)
     ]
-    for output in _TABLE
-}
+
+
+_MEANINGLESS = {id(output): _meaningless(output) for output in (*_TABLE, *_JOINT.values())}
+
+
+def kind_of(name: str, served: ServedModel) -> OutputKind:
+    """Return the output of this name as the model computes it."""
+    return _JOINT.get(name, OUTPUTS[name]) if served.config.joint is not None else OUTPUTS[name]
 
 
 def missing(output: OutputKind, served: ServedModel) -> str | None:
     """Return what a model lacks for an output; None if it lacks nothing, or that is not known before it is loaded."""
+    output = kind_of(output.name, served)
     needs = [need for need in output.needs if served.loaded or not need.of_tokenizer]
     return next((need.lacks for need in needs if not need.met(served)), None)
 
 
 def output_of(body: EncodeBody, served: ServedModel) -> OutputKind:
     """Return the body's output; raises a 400 if the model cannot compute it, or for a field that it does not read."""
-    output = OUTPUTS[body.output]
-    for name, default in _MEANINGLESS[output.name]:
+    output = kind_of(body.output, served)
+    for name, default in _MEANINGLESS[id(output)]:
         if getattr(body, name) != default:
-            raise invalid(f"{name} has no meaning with output '{output.name}'", name)
+            raise invalid(f"{name} has no meaning with output '{output.name}'{_of(served)}", name)
     lacks = missing(output, served)
     if lacks is not None:
         raise invalid(f"output: model {served.name} {lacks}", "output")
     return output
+
+
+def _of(served: ServedModel) -> str:
+    return "" if served.config.joint is None else f" of model {served.name}"
 
 
 def available(served: ServedModel) -> list[str]:

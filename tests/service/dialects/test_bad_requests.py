@@ -60,6 +60,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "/pipeline/text2text-generation": {"inputs": "ab"},
     "/pipeline/text-generation": {"inputs": "ab"},
     "/pipeline/image-classification": {"inputs": "iVBORw0KGgo="},
+    "/pipeline/zero-shot-image-classification": {
+        "inputs": "iVBORw0KGgo=",
+        "parameters": {"candidate_labels": ["a cat", "a dog"]},
+    },
 }
 TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}

@@ -44,6 +44,10 @@ TYPES = [
     ("/pipeline/token-classification", f"{HUB}.token_classification.TokenClassificationInput"),
     ("/pipeline/text-classification", f"{HUB}.text_classification.TextClassificationInput"),
     ("/pipeline/image-classification", f"{HUB}.image_classification.ImageClassificationInput"),
+    (
+        "/pipeline/zero-shot-image-classification",
+        f"{HUB}.zero_shot_image_classification.ZeroShotImageClassificationInput",
+    ),
     ("/pipeline/zero-shot-classification", f"{HUB}.zero_shot_classification.ZeroShotClassificationInput"),
     ("/pipeline/translation", f"{HUB}.translation.TranslationInput"),
     ("/pipeline/summarization, /pipeline/text2text-generation", f"{HUB}.summarization.SummarizationInput"),
