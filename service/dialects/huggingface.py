@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
 from triptych.service.dialects.common import (
     DialectBody,
     Extended,
@@ -30,12 +31,13 @@ from triptych.service.dialects.common import (
     native_field,
     native_seed,
 )
+from triptych.service.dialects.ranking import Judgement, RankingPlan
 from triptych.service.http.json_replies import DataEvents, Generation, Json
 from triptych.service.planning.encode import EncodePlan
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.encode_bodies import EncodeBody
 from triptych.service.schemas.parameters import HUGGING_FACE, Parameters
-from triptych.service.schemas.types import Prompt, Text, TextPair, Texts
+from triptych.service.schemas.types import Prompt, Text, Texts
 
 # -- Request bodies of TGI and TEI.
 
@@ -122,11 +124,13 @@ class EmbedBody(Truncated):
 
 
 class RerankBody(Truncated):
-    """Score texts against a query with a classifier of pairs, as text-embeddings-inference does."""
+    """Score texts against a query, as text-embeddings-inference does."""
 
     query: Text = Field(description="The question.", examples=["What is Ray?"])
     texts: Texts = Field(description="The texts to rank.", examples=[["Ray is a framework.", "A ray of light."]])
-    raw_scores: bool | None = Field(None, description="Return logits instead of probabilities.", examples=[False])
+    raw_scores: bool | None = Field(
+        None, description="Return logits, not probabilities; a cosine stays.", examples=[False]
+    )
     return_text: bool | None = Field(None, description="Repeat each text in the reply.", examples=[False])
 
 
@@ -282,23 +286,23 @@ def embed_reply(plan: EncodePlan, reply: Json) -> object:
     return [item["embedding"] for item in reply["data"]]
 
 
-def rerank(body: RerankBody) -> EncodeBody:
-    """Translate a reranking body: each text is classified together with the query."""
-    pairs = [TextPair(text=body.query, text_pair=text) for text in body.texts]
-    return native_encode(encode_fields(body) | {"output": _output(body)}, pairs)
+def rerank(body: RerankBody, served: ServedModel) -> RankingPlan:
+    """Translate a reranking body: a classifier reads each text together with the query, another model embeds them.
 
-
-def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
-    """Return the texts by descending score. The score is that of the last class, which means "relevant"."""
+    The reply has the texts by descending score.
+    """
+    judgement = Judgement(served, [body.query], body.texts)
 
     def show(plan: EncodePlan, reply: Json) -> object:
-        found = []
-        for item, text in zip(reply["data"], body.texts, strict=True):
-            named = {"text": text} if body.return_text else {}
-            found.append({"index": item["index"], "score": item["scores"][-1], **named})
-        return sorted(found, key=lambda one: -one["score"])
+        scores = sorted(enumerate(judgement.scores(reply)), key=lambda one: -one[1])
+        return [
+            {"index": index, "score": score} | ({"text": body.texts[index]} if body.return_text else {})
+            for index, score in scores
+        ]
 
-    return show
+    native_body = judgement.body(encode_fields(body), output=_output(body))
+    names = judgement.first_names(["query"]) | {"input": "texts"}
+    return RankingPlan(native_body, show, judgement.uncounted, names)
 
 
 def predict(body: PredictBody) -> EncodeBody:

@@ -188,12 +188,12 @@ class Judgement:
             return {}
         return {f"input[{len(self._seconds) + at}]": place for at, place in enumerate(places)}
 
-    def body(self, fields: Json) -> EncodeBody:
-        """Return the body of /encode; `input[i]` contains `seconds[i]`."""
+    def body(self, fields: Json, output: str = "scores") -> EncodeBody:
+        """Return the body of /encode; `input[i]` contains `seconds[i]`. `output` is that of a cross-encoder."""
         if self._pairs:
             firsts = self._firsts if len(self._firsts) > 1 else [*self._firsts] * len(self._seconds)
             pairs = [TextPair(text=one, text_pair=other) for one, other in zip(firsts, self._seconds, strict=True)]
-            return native_encode(fields | {"output": "scores"}, pairs)
+            return native_encode(fields | {"output": output}, pairs)
         return native_encode(fields | {"normalize": True}, [*self._seconds, *self._firsts])
 
     def scores(self, reply: Json) -> list[float]:

@@ -33,15 +33,15 @@ from triptych.service.http.bodies import named_model, raw_body, read_body, read_
 from triptych.service.http.parsing import parsed
 from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import service_of
-from triptych.service.planning.capabilities import COMPLETE, EMBED, JUDGE
+from triptych.service.planning.capabilities import COMPLETE, EMBED, JUDGE, RERANK
 from triptych.service.routes import encode, generate, images, pipelines, ranking, text2text
 from triptych.service.speech import routes as audio
 
 routes = Routes("encode")
 
 _GENERATE = Example(COMPLETE, {"inputs": "{text}", "parameters": {"max_new_tokens": 16}})
+_RERANK = Example(RERANK, {"query": "What is Ray?", "texts": ["Ray is a framework.", "A ray of light."]})
 _EMBED = Example(EMBED, {"inputs": ["a cat on a mat", "a kitten on a rug"]})
-_RERANK_NAMES = {"input": "texts"}
 
 
 async def _generate(request: Request, body: TextGenerationBody) -> Response:
@@ -130,19 +130,20 @@ async def embed(request: Request) -> Response:
 @routes.post(
     "/rerank",
     "Rerank, as text-embeddings-inference does",
-    json_body(RerankBody, RankBody, ability=JUDGE),
+    json_body(RerankBody, RankBody, rerank=_RERANK),
     replies("`index` and `score` of each text, best first.", Any),
     MODEL_IN_QUERY,
 )
 async def rerank(request: Request) -> Response:
-    """Requires a model that classifies pairs of texts. A body with `documents` is Cohere's: see /v1/rerank."""
+    """Scores are those of /v1/rerank. A body with `documents` is Cohere's."""
     read = await read_one_of(request, RerankBody, _RERANK_BODIES)
     if isinstance(read, RankBody):
         return await ranking.rank(request, read)
     assert isinstance(read, RerankBody)
-    body = read.model_copy(update={"model": (await ranking.classifier_of(request, read)).name})
-    with naming_errors(_RERANK_NAMES):
-        return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
+    served = await ranking.judge_of(request, read)
+    asked = huggingface.rerank(read.model_copy(update={"model": served.name}), served)
+    with naming_errors(asked.names):
+        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted, of_embedder=True)
 
 
 @routes.post(

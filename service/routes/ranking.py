@@ -28,7 +28,7 @@ _EMBED = Example(EMBED, {"texts": ["a cat on a mat", "a kitten on a rug"], "inpu
 
 async def rank(request: Request, body: RankBody) -> Response:
     """Rank documents with a classifier of pairs, or by the cosine of vectors."""
-    served = await _judge(request, body)
+    served = await judge_of(request, body)
     read = await _first_tokens(request, body, served)
     with naming_errors(ranking.RANK_NAMES):
         asked = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
@@ -126,7 +126,7 @@ async def embed_v2(request: Request) -> Response:
 
 async def _score(request: Request) -> Response:
     body = await read_body(request, ScoreBody)
-    served = await _judge(request, body)
+    served = await judge_of(request, body)
     with naming_errors(ranking.SCORE_NAMES):
         asked = ranking.score(body.model_copy(update={"model": served.name}), served)
     with naming_errors(asked.names):
@@ -167,7 +167,7 @@ async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -
     return await service.threads.run(served.name, sum(map(len, texts)), work)
 
 
-async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:
+async def judge_of(request: Request, body: Extended) -> ServedModel:
     """Return the model that scores pairs: the named one, the only classifier of texts, or the only embedder."""
     models = service_of(request).models
     if body.model is None and any(map(ranking.judges_pairs, models.candidates)):

@@ -250,8 +250,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/embed", {"prompt_name": "passage"}, 400, "prompt_name", "invalid_value"),
     ("/embed", {"truncation_direction": "up"}, 400, "truncation_direction", "invalid_value"),
     ("/rerank", {"texts": []}, 400, "texts", "invalid_value"),
-    ("/rerank", {}, 400, "model", "wrong_task"),
-    ("/rerank", {"model": "enc"}, 400, "model", "wrong_task"),
+    ("/rerank", {"model": "gen"}, 400, "model", "wrong_task"),
+    ("/rerank", {"query": ""}, 400, "query", "invalid_value"),
     ("/predict", {"inputs": []}, 400, "inputs", "invalid_value"),
     ("/predict", {"inputs": [["a"], ["a", "b", "c"]]}, 400, "inputs[1]", "invalid_value"),
     ("/predict", {}, 400, "model", "wrong_task"),
@@ -439,7 +439,7 @@ def test_every_dialect_is_counted() -> None:
     run(app, work)
     check_accounts(app)
     assert samples(app, "triptych_requests_received_total") == {("generate",): 5, ("encode",): 5}
-    assert sum(samples(app, "triptych_requests_total").values()) == 8
+    assert sum(samples(app, "triptych_requests_total").values()) == 9
 
 
 def test_examples_of_the_document_work_as_pasted() -> None:

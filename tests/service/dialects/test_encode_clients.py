@@ -217,6 +217,11 @@ class TestRanking:
         cosines = [float(one @ query) for one in others]
         assert [one["index"] for one in found["results"]] == sorted(range(3), key=lambda at: -cosines[at])
         assert found["results"][0]["relevance_score"] == pytest.approx(max(cosines), abs=1e-5)
+        short = post(url, "/rerank", model="bert", query="the cat", texts=TEXTS, return_text=True)
+        assert [(one["index"], one["score"]) for one in short] == [
+            (one["index"], one["relevance_score"]) for one in found["results"]
+        ]
+        assert [one["text"] for one in short] == [TEXTS[one["index"]] for one in short]
 
     @pytest.mark.parametrize("path", ["/v1/score", "/score"])
     def test_scores(self, url: str, path: str) -> None:

@@ -180,12 +180,14 @@ REPLY: dict[str, Any] = {
 
 
 def test_reranking() -> None:
-    asked = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "return_text": True})
-    assert [one.text_pair for one in huggingface.rerank(asked).input] == ["a", "b"]  # type: ignore[union-attr]
-    best, other = huggingface.rerank_reply(asked)(None, REPLY)  # type: ignore[arg-type, misc, attr-defined]
+    judge = judging().served["judge"]
+    fields = {"query": "q", "texts": ["a", "b"], "return_text": True}
+    plan = huggingface.rerank(RerankBody.model_validate(fields), judge)
+    assert [one.text_pair for one in plan.body.input] == ["a", "b"]  # type: ignore[union-attr]
+    best, other = plan.show(None, REPLY)  # type: ignore[arg-type, misc, attr-defined]
     assert best == {"index": 1, "score": 2.0, "text": "b"} and other["index"] == 0
-    raw = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "raw_scores": True})
-    assert (huggingface.rerank(asked).output, huggingface.rerank(raw).output) == ("scores", "logits")
+    raw = huggingface.rerank(RerankBody.model_validate(fields | {"raw_scores": True}), judge)
+    assert (plan.body.output, raw.body.output) == ("scores", "logits")
 
 
 def test_predicting() -> None:
