@@ -38,7 +38,7 @@ _EXAMPLE = Example(
     DECIDE, {"input": "Hello", "questions": [{"type": "predicate", "instructions": "This is a greeting."}]}, own=True
 )
 _GREETS = {"greets": {"type": "noul", "instructions": "This is a greeting."}}
-_NAMED_EXAMPLE = Example(DECIDE, {"state": "Hello", "questions": _GREETS}, own=True)
+_NAMED_EXAMPLE = Example(DECIDE, {"state": "Hello", "questions": _GREETS})
 _ANCHOR = 16  # characters before a label that are tokenised with it
 
 

@@ -451,7 +451,9 @@ def test_examples_of_the_document_work_as_pasted() -> None:
         for path, methods in (await client.get("/openapi.json")).json()["paths"].items():
             body = methods.get("post", {}).get("requestBody", {"content": {"application/json": {}}})
             for example in body["content"].get("application/json", {}).get("examples", {}).values():
-                if example["value"].get("model") == "MODEL" or path.startswith("/models/"):
+                if example["value"].get("model") == "MODEL" or path.startswith(
+                    ("/models/", "/v1/load_lora", "/v1/unload_lora")
+                ):
                     continue  # no model that is served here can answer it, or it needs an admin key
                 reply = await client.post(path, json=example["value"])
                 assert reply.status_code == 200, (path, reply.text)
