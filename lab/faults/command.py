@@ -36,7 +36,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="model to serve")
     parser.add_argument("--runtime", choices=("local", "ray"), default="", help="only this runtime; none: both")
-    parser.add_argument("--only", default="", metavar="TEXT,...", help="faults whose names contain one of these")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT,...", help="faults whose names contain this, or one of these"
+    )
     parser.add_argument(
         "--rate", type=flags.above_zero, default=None, help="capacity in requests a second; none: measured"
     )
@@ -53,29 +55,33 @@ def _command(options: argparse.Namespace) -> int:
     if options.write:
         report.around(Path(options.write))  # raises before twenty minutes of faults
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        wanted = _wanted(options, Path(folder))
-        rows = list(rows_of(wanted, options.model, options.rate))
+        scenarios = wanted(options, Path(folder))
+        rows: list[Row] = []
+        code = 0
+        try:
+            rows.extend(rows_of(scenarios, options.model, options.rate))  # keeps the rows before an interruption
+        except KeyboardInterrupt:
+            print("interrupted: the table has the faults that were played", file=sys.stderr)
+            code = 130
     text = report.markdown(rows, _about())
     print(text)
-    if options.write:
+    if options.write and not code:
         report.write(Path(options.write), text)
     results = [asdict(row) | {"lost": row.lost} for row in rows]
     about = {"kind": "faults", "commit": page.commit(), "machine": page.describe()}
     print(output.line(about | {"results": results}), flush=True)
-    return 1 if any(row.problems for row in rows) else 0
+    return code or int(any(row.problems for row in rows))
 
 
-def _wanted(options: argparse.Namespace, folder: Path) -> list[Scenario]:
+def wanted(options: argparse.Namespace, folder: Path) -> list[Scenario]:
     library = options.clock_library or next(map(str, Path("/").glob(_CLOCK_LIBRARIES[1:])), "")
     if not library:
         print("no clock jumps: libfaketime is not there (Debian's package libfaketime)", file=sys.stderr)
-    names = [name for name in options.only.split(",") if name]
-    found = [
-        one
-        for one in all_of(folder, library)
-        if (not options.runtime or one.runtime == options.runtime)
-        and (not names or any(name in one.name for name in names))
-    ]
+    known = [one for one in all_of(folder, library) if not options.runtime or one.runtime == options.runtime]
+    # A printed name may have a comma itself.
+    is_name = any(options.only in one.name for one in known)
+    names = [options.only] if is_name else [name.strip() for name in options.only.split(",") if name.strip()]
+    found = [one for one in known if any(name in one.name for name in names)]
     if not found:
         raise UsageError(f"--only: found {options.only!r}, expected parts of the names of faults")
     return found

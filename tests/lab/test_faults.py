@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from lab.faults import hostile, load, outcomes, report
-from lab.faults.command import WORKLOAD, play, rows_of
+from lab.faults.command import WORKLOAD, play, rows_of, wanted
 from lab.faults.outcomes import Ending
 from lab.faults.report import Row
 from lab.faults.scenarios import Scenario, all_of
@@ -35,6 +36,19 @@ def record(outcome: Outcome = Outcome.OK, status: int = 200, error: str = "", **
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        ("engine hangs, of 2 (stall_timeout 5)", {"engine hangs, of 2 (stall_timeout 5)"}),  # a printed name
+        ("replica killed", {"replica killed, of 1", "replica killed, of 2"}),
+        ("controller, surge", {"Serve's controller killed", "redeployed, 1 replica, surge"}),
+    ],
+)
+def test_faults_are_chosen_by_their_names(only: str, expected: set[str], tmp_path: Path) -> None:
+    options = argparse.Namespace(only=only, runtime="ray", clock_library="")
+    assert {one.name for one in wanted(options, tmp_path)} == expected
 
 
 @pytest.mark.parametrize(
