@@ -20,6 +20,7 @@ from triptych.model.gguf.paths import is_gguf
 from triptych.model.gguf.paths import model_name as gguf_name
 from triptych.model.pretrained import named_models
 
+_LONGEST_NAME = 200
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
 
 
@@ -66,6 +67,14 @@ def model_name(text: str) -> str:
         name = hub_names.parse(found)
         return gguf_name(Path(name.selector)) if name.is_file else name.model_name
     return gguf_name(Path(found)) if is_gguf(Path(found)) else Path(found).resolve().name
+
+
+def checked_name(name: str) -> str:
+    """Return a name by which a model can be served; raises `ConfigError` if it would break log lines or commands."""
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name.strip() != name or set(name) & set("\"'\\"):
+        expected = f"1 to {_LONGEST_NAME} printable characters without quotes and backslashes"
+        raise ConfigError(f"model name {name[:_LONGEST_NAME]!r}: expected {expected}; rename the model with NAME=PATH")
+    return name
 
 
 def hides_folder(text: str) -> bool:

@@ -17,6 +17,7 @@ HEADER = struct.Struct("<I")  # the size of the frame that follows, in bytes
 # OpenMP threads spin this often (tens of microseconds) at a barrier, then sleep. GCC's default is milliseconds, which
 # on a machine shared by several engines takes CPU time from the threads that are waited for.
 SPIN_COUNT = "2000"
+_SHARED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class FrameSocket:
@@ -69,13 +70,20 @@ def engine_environment() -> dict[str, str]:
 
 
 def start_child(module: str, *arguments: int, descriptors: Iterable[int]) -> subprocess.Popen[bytes]:
-    """Start `python -m module arguments` with this process's import path; it inherits only these `descriptors`."""
-    return subprocess.Popen(
-        python_child.command(module, *map(str, arguments)),
-        pass_fds=tuple(descriptors),
-        stdin=subprocess.DEVNULL,
-        env=engine_environment() | python_child.import_path(),
-    )
+    """Start `python -m module arguments` with this process's import path; it inherits only these `descriptors`.
+
+    It gets no SIGINT and SIGTERM until it calls `ignore_signals`: Ctrl+C while it imports would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHARED_SIGNALS)  # a child inherits what is blocked
+    try:
+        return subprocess.Popen(
+            python_child.command(module, *map(str, arguments)),
+            pass_fds=tuple(descriptors),
+            stdin=subprocess.DEVNULL,
+            env=engine_environment() | python_child.import_path(),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ConnectedChild:
@@ -95,8 +103,9 @@ class ConnectedChild:
 
 def ignore_signals() -> None:
     """Ignore SIGINT and SIGTERM, which terminals and supervisors send to all processes: the front ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for one in _SHARED_SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHARED_SIGNALS)
 
 
 def describe_exit(code: int) -> str:

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import socket
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, EngineError
 from triptych.model.native import build
 from triptych.model.system.cache_folders import untrusted, user_cache
 from triptych.model.system.cpu_threads import cpu_quota, threads_of, usable_cpus
 from triptych.model.system.host_memory import available_memory
+from triptych.service.cli.service_client import ServiceClient
 from triptych.service.settings import sources
 from triptych.service.settings.option_table import BY_NAME
 
@@ -181,10 +181,10 @@ def _is_ours(host: str, port: int) -> bool:
     """Return whether a service of triptych answers there."""
     at = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     try:
-        with urllib.request.urlopen(f"http://{f'[{at}]' if ':' in at else at}:{port}/info", timeout=2) as reply:
-            return bool(json.load(reply).get("name") == "triptych")
-    except (OSError, ValueError, AttributeError):
+        ServiceClient(f"http://{f'[{at}]' if ':' in at else at}:{port}").info(1.0)
+    except EngineError:
         return False
+    return True
 
 
 def _ray(settings: Mapping[str, Any]) -> Iterator[Check]:

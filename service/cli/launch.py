@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from triptych.model.errors import ConfigError, EngineError
-from triptych.service.cli.run import DEFAULT_URL
-from triptych.service.cli.service_client import Json, ServiceClient, checked_url
+from triptych.service.cli.service_client import Json, ServiceClient, service_url
 
 _KEY = "TRIPTYCH_API_KEY"
 _NO_KEY = "none"  # for agents that refuse to start without a key
@@ -107,7 +106,7 @@ class Check:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Raises `ConfigError` for a model that is not served, `EngineError` if no service answers."""
     agent = AGENTS[arguments.agent]
-    url = checked_url(arguments.url or os.environ.get("TRIPTYCH_URL", "") or DEFAULT_URL)
+    url = service_url(arguments.url)
     key = arguments.api_key or os.environ.get(_KEY, "")
     client = ServiceClient(url, key)
     models = client.models()

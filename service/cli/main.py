@@ -38,10 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     _open_standard_files()
     arguments = argparse.Namespace(verbose=False)
     try:
-        arguments, unknown = make_parser().parse_known_args(argv)
+        parser = make_parser()
+        arguments, unknown = parser.parse_known_args(argv)
+        if arguments.command is None and not unknown:
+            parser.print_help(sys.stderr)
+            sys.exit(2)
         if unknown:
-            near = sources.nearest(unknown[0].partition("=")[0], arguments.flags)
-            raise ConfigError(f"{unknown[0]} is not known{near or f' (see triptych {arguments.command} --help)'}")
+            raise ConfigError(_unknown(unknown[0], arguments))
         code = _COMMANDS[arguments.command](arguments)
     except ConfigError as error:
         if arguments.verbose:
@@ -59,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _unknown(flag: str, arguments: argparse.Namespace) -> str:
+    """Say that a flag is not known, and what to do."""
+    name, command = flag.partition("=")[0], " ".join(filter(None, ("triptych", arguments.command)))
+    if name in arguments.flags:
+        return f"{name} belongs after the command: {command} {flag} ..."
+    return f"{flag} is not known{sources.nearest(name, arguments.flags) or f' (see {command} --help)'}"
 
 
 def _open_standard_files() -> None:

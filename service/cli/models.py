@@ -6,14 +6,11 @@ import argparse
 import json
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from triptych.model.errors import ConfigError, EngineError
-from triptych.service.cli.run import DEFAULT_URL
-from triptych.service.cli.service_client import ServiceClient, checked_url, error_message
+from triptych.model.errors import ConfigError
+from triptych.service.cli.service_client import ServiceClient, service_url
 
 _COLUMNS = ("name", "state", "memory", "replicas", "idle", "from", "reason")
 
@@ -21,7 +18,7 @@ _COLUMNS = ("name", "state", "memory", "replicas", "idle", "from", "reason")
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Raises `ConfigError` for a usage error, `EngineError` if the service refuses or is down."""
     if arguments.action == "list":
-        _print_table(_ask(arguments, "/models", None)["models"])
+        _print_table(_ask(arguments, "/models", None).get("models", []))
         return 0
     if not arguments.name:
         raise ConfigError(f"triptych models {arguments.action} needs a NAME")
@@ -46,17 +43,7 @@ def _settings(given: list[str]) -> dict[str, str]:
 def _ask(arguments: argparse.Namespace, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     """Send a GET, or a POST of `body`, and return the service's reply."""
     key = arguments.admin_key or os.environ.get("TRIPTYCH_ADMIN_KEYS", "").partition(",")[0].strip()
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(checked_url(arguments.url) + path, data, headers)
-    try:
-        with urllib.request.urlopen(request) as reply:
-            found: dict[str, Any] = json.load(reply)
-            return found
-    except urllib.error.HTTPError as error:
-        raise EngineError(f"{error.code}: {error_message(error)}") from None
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{arguments.url} does not answer: {getattr(error, 'reason', error)}") from None
+    return ServiceClient(service_url(arguments.url), key).reply(path, body)
 
 
 def _print_table(models: list[dict[str, Any]]) -> None:
@@ -90,7 +77,7 @@ _PS_COLUMNS = ("NAME", "FORM", "STATE", "PARAMETERS", "MEMORY", "CONTEXT", "DEVI
 
 def ps(arguments: argparse.Namespace) -> int:
     """Run the command. Raises `EngineError` if no service answers."""
-    url = checked_url(arguments.url or os.environ.get("TRIPTYCH_URL", "") or DEFAULT_URL)
+    url = service_url(arguments.url)
     client = ServiceClient(url, arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
     info = client.info()
     found = rows({one["name"]: one for one in info["models"]}, client.metrics())

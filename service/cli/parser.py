@@ -69,8 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers."
     )
     _add_verbose(parser, default=False)
+    parser.set_defaults(flags=["--help", "--verbose", "--version"])
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
     _add_serve(commands)
     _add_serve_config(commands)
     _add_download(commands)
@@ -302,7 +303,7 @@ def _add_models(commands: Any) -> None:
     parser.add_argument("action", choices=("list", "load", "unload"))
     parser.add_argument("name", nargs="?", metavar="NAME", help="the model to load or unload")
     parser.add_argument("path", nargs="?", metavar="PATH", help="load: a folder below --models-dir, or hf:ORG/NAME")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: http://127.0.0.1:8000)")
+    parser.add_argument("--url", help="the service (default: TRIPTYCH_URL, else http://127.0.0.1:8000)")
     parser.add_argument("--admin-key", metavar="KEY", help="an admin key (default: the first of TRIPTYCH_ADMIN_KEYS)")
     parser.add_argument(
         "--set",

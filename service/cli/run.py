@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from triptych.model.errors import ConfigError, EngineError
-from triptych.service.cli.service_client import Json, ServiceClient, checked_url, started_service
+from triptych.service.cli.service_client import Json, ServiceClient, service_url, started_service
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _WRITES = ("chat", "complete", "translate", "summarize", "rewrite")  # abilities whose reply is text
 _KEPT = ("temperature", "task", "source_language", "target_language")  # fields of the model's example that are sent
 _COMMANDS_OF = {"transcribe": "triptych transcribe", "embed": "triptych encode"}
@@ -35,8 +34,9 @@ def run(arguments: argparse.Namespace, find: Find, default: str) -> int:
 
     Raises `ConfigError` for a usage error, `EngineError` if the service refuses or fails.
     """
+    url = service_url(arguments.url)
     prompt = _prompt(arguments.prompt)
-    with _client(arguments, find, default) as (client, name):
+    with _client(url, arguments, find, default) as (client, name):
         session = Session(client, name, arguments)
         if prompt is not None:
             return session.answer_once(prompt)
@@ -47,17 +47,19 @@ def _prompt(given: str | None) -> str | None:
     """Return the prompt of the command line and of a pipe; None: the user types."""
     if sys.stdin is None or sys.stdin.isatty():
         return given
-    piped = sys.stdin.read()
+    try:
+        piped = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"text on standard input is not {error.encoding}: {error.reason}") from None
     if not piped.strip():
         return given if given is not None else ""
     return piped if given is None else f"{given}\n\n{piped}"
 
 
 def _client(
-    arguments: argparse.Namespace, find: Find, default: str
+    url: str, arguments: argparse.Namespace, find: Find, default: str
 ) -> AbstractContextManager[tuple[ServiceClient, str]]:
     """Return a client, and the name of the model to use: of a running service that has it, else of a started one."""
-    url = checked_url(arguments.url or os.environ.get("TRIPTYCH_URL", "") or DEFAULT_URL)
     key = arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", "")
     client, models = ServiceClient(url, key), None
     try:
@@ -68,10 +70,20 @@ def _client(
     if models is not None and (arguments.model in models or (arguments.model is None and models)):
         return nullcontext((client, arguments.model or _first_that_writes(models)))
     if arguments.url and models is not None:
-        raise ConfigError(f"{url} has no model {arguments.model or 'at all'}; it has {', '.join(models) or 'none'}")
-    name, path = find(arguments.model or default)
+        had = f"{url} has no model {arguments.model or 'at all'}; it has {', '.join(models) or 'none'}"
+        raise ConfigError(had + _before_prompt(arguments))
+    try:
+        name, path = find(arguments.model or default)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_before_prompt(arguments)}") from None
     _say(f"loading {name} (no service at {url} has it) ...")
     return _Started(name, path, arguments)
+
+
+def _before_prompt(arguments: argparse.Namespace) -> str:
+    """Return a hint for who has left the model out."""
+    forgot = arguments.prompt is None and " " in (arguments.model or "").strip()
+    return "; a prompt comes after MODEL" if forgot else ""
 
 
 class _Started(AbstractContextManager[tuple[ServiceClient, str]]):

@@ -13,15 +13,19 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException, IncompleteRead
 from typing import Any
+from urllib.parse import urlsplit
 
 from triptych.model.errors import ConfigError, EngineError
 from triptych.model.system import python_child
 
 Json = dict[str, Any]
+DEFAULT_URL = "http://127.0.0.1:8000"
 
+_SHOWN_CHARACTERS = 100  # of a reply that is no HTTP
 _CONNECT_SECONDS = 5.0  # for /info
 _REPLY_SECONDS = 3600.0  # between two parts of a stream; the service has its own limits
 _LAST_LINES = 20  # of a service that does not start
@@ -42,29 +46,34 @@ class ServiceClient:
         """Return what /info says of each model, by name. Raises `EngineError` if there is no service."""
         return {one["name"]: one for one in self.info()["models"]}
 
-    def info(self) -> Json:
+    def info(self, seconds: float = _CONNECT_SECONDS) -> Json:
         """Return the reply of /info. Raises `EngineError` if there is no service."""
-        with self._open("/info", None, _CONNECT_SECONDS) as reply:
+        with self._exchange("/info", None, seconds) as reply:
             found = json.load(reply)
-        if not isinstance(found, dict) or found.get("name") != "triptych":
-            raise EngineError(f"{self.url} is no triptych service: its /info has no models")
-        return found
+        if isinstance(found, dict) and found.get("name") == "triptych" and isinstance(found.get("models"), list):
+            return found
+        raise EngineError(f"{self.url} is no triptych service: its /info has no models")
 
     def metrics(self) -> str:
         """Return the text of /metrics. Raises `EngineError` if there is no service."""
-        with self._open("/metrics", None, _CONNECT_SECONDS) as reply:
+        with self._exchange("/metrics", None, _CONNECT_SECONDS) as reply:
             text: str = reply.read().decode()
         return text
 
-    def reply(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Return a whole reply, after which a model may have been loaded. Raises `EngineError`."""
-        with self._open(path, body, _REPLY_SECONDS) as reply:
-            found: Json = json.load(reply)
+    def reply(self, path: str, body: Mapping[str, Any] | None) -> Json:
+        """Send a GET, or a POST of `body`, and return the whole reply, after which a model may have been loaded.
+
+        Raises `EngineError`.
+        """
+        with self._exchange(path, body, _REPLY_SECONDS) as reply:
+            found = json.load(reply)
+        if not isinstance(found, dict):
+            raise EngineError(f"{self.url} is no triptych service: {path} gives no object")
         return found
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
-        """Yield the events of a streamed reply. Closing the iterator cancels the request."""
-        with closing(self._open(path, {**body, "stream": True}, _REPLY_SECONDS)) as reply:
+        """Yield the events of a streamed reply. Closing the iterator cancels the request. Raises `EngineError`."""
+        with self._exchange(path, {**body, "stream": True}, _REPLY_SECONDS) as reply:
             for line in reply:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
@@ -74,16 +83,37 @@ class ServiceClient:
                     raise EngineError(event["error"]["message"])
                 yield event
 
-    def _open(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+    @contextmanager
+    def _exchange(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> Iterator[Any]:
+        """Send a request, and give the reply to read. Raises `EngineError` for all that fails until it is read."""
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            return urllib.request.urlopen(request, timeout=seconds)
+            request = urllib.request.Request(self.url + path, data, headers)
+            with _opener(self.url).open(request, timeout=seconds) as reply:
+                yield reply
         except urllib.error.HTTPError as error:
             raise EngineError(f"{error.code}: {error_message(error)}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise EngineError(f"{self.url} is no triptych service: {path} gives no JSON") from None
+        except IncompleteRead:
+            raise EngineError(f"{self.url} ended in the middle of its reply") from None
+        except HTTPException as error:
+            found = ascii(str(error))[:_SHOWN_CHARACTERS]
+            raise EngineError(f"{self.url} does not answer as an HTTP service does: {found}") from None
         except (OSError, ValueError) as error:
-            raise EngineError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ConnectionRefusedError):
+                advice = "start one with `triptych serve`, or name another with --url"
+                raise EngineError(f"no service listens at {self.url}: {advice}") from None
+            raise EngineError(f"{self.url} does not answer: {reason}") from None
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Return what opens a URL: without the proxy of the environment if it is of this machine."""
+    host = urlsplit(url).hostname or ""
+    direct = host in ("localhost", "::1") or host.startswith("127.")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
 
 
 def error_message(error: urllib.error.HTTPError) -> str:
@@ -94,10 +124,20 @@ def error_message(error: urllib.error.HTTPError) -> str:
         return str(error.reason)
 
 
-def checked_url(url: str) -> str:
-    """Return the address of a service without a last slash; raises `ConfigError`."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: expected http://HOST:PORT, found {url!r}")
+def service_url(given: str | None) -> str:
+    """Return the address of the service that a command asks, without a last slash.
+
+    That is `given`, else TRIPTYCH_URL, else the default. Raises `ConfigError`.
+    """
+    variable = os.environ.get("TRIPTYCH_URL", "")
+    name, url = ("TRIPTYCH_URL", variable) if variable and not given else ("--url", given or DEFAULT_URL)
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, an IPv6 address without its end
+        valid = False
+    if not valid or not url.isprintable() or " " in url:
+        raise ConfigError(f"{name}: expected http://HOST:PORT, found {url!r}")
     return url.rstrip("/")
 
 

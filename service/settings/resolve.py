@@ -123,7 +123,7 @@ def _engine_for_all(settings: Mapping[str, Any]) -> EngineConfig:
 def _model_specs(models: Models, settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
     for_all = _engine_for_all(settings)
     own = replace(for_all, draft_model_shared=False)
-    paths = {name: names.locate(str(model["path"])) for name, model in models.items()}
+    paths = {names.checked_name(name): names.locate(str(model["path"])) for name, model in models.items()}
     specs = tuple(
         ModelSpec(name, paths[name], engine_config(model, own if "draft_model" in model else for_all))
         for name, model in models.items()

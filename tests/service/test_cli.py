@@ -17,8 +17,11 @@ from unittest import mock
 import pytest
 
 from tests.model.checkpoints import native_backends
-from triptych.model.errors import EngineDeadError
+from triptych import __main__ as entry
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.child_process import start_child
 from triptych.service.cli import main, quantize, serve
+from triptych.service.settings.resolve import resolve_config
 
 
 def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +111,9 @@ def test_the_version_is_printed() -> None:
         ),
         (("serve", "--kv-cache-memory", "9" * 400), "--kv-cache-memory: found '9999"),
         (("bake",), "invalid choice: 'bake'"),
-        ((), "the following arguments are required: COMMAND"),
+        (("--vresion",), "--vresion is not known; did you mean --version?"),
+        (("-x",), "-x is not known"),
+        (("--port=9", "serve"), "--port belongs after the command: triptych serve --port=9"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
@@ -117,6 +122,40 @@ def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], messag
     assert message in run.stderr
     assert run.stderr.count("\n") == 1
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\nb", "a\x1b[2J", "it's", 'a"b', "a\\b", "a" * 201])
+def test_a_name_that_would_break_lines_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model name .* rename the model with NAME=PATH"):
+        resolve_config({name: {"path": "code"}}, {})
+    assert resolve_config({"mañana 2/x:y@1+b": {"path": "code"}}, {}).models[0].name == "mañana 2/x:y@1+b"
+
+
+def test_an_interrupt_while_modules_are_imported_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "triptych.service.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "triptych.service.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 130
+
+
+def test_the_engine_gets_no_signals_before_it_ignores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocked(*_: object, **__: object) -> set[int]:
+        return set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    monkeypatch.setattr("subprocess.Popen", blocked)
+    found: object = start_child("module", descriptors=[])
+    assert found == blocked() | {signal.SIGINT, signal.SIGTERM} != blocked()
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    run = triptych_here()
+    assert run.returncode == 2 and "serve " in run.stderr and not run.stdout
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])

@@ -180,7 +180,7 @@ def test_ps_shows_each_model_with_what_it_computes(
 def test_ps_without_a_service_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main.main(("ps", "--url", "http://127.0.0.1:1"))
-    assert end.value.code == 1 and "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+    assert end.value.code == 1 and "no service listens at http://127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_a_started_service_is_this_one_whatever_the_working_folder_holds(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from unittest import mock
 
@@ -44,9 +46,9 @@ def terminal(text: str = "", *, is_terminal: bool = True) -> mock._patch[io.Stri
     return mock.patch.object(sys, "stdin", stream)
 
 
-def chat(url: str, *arguments: str, lines: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def chat(url: str, *arguments: str, lines: tuple[str, ...] = (), proxy: str = "") -> subprocess.CompletedProcess[str]:
     with terminal(), typed(*lines):
-        return triptych_here("run", "--url", url, *arguments, TRIPTYCH_API_KEY="key")
+        return triptych_here("run", "--url", url, *arguments, TRIPTYCH_API_KEY="key", http_proxy=proxy)
 
 
 def test_one_reply(service: tuple[App, str]) -> None:
@@ -72,6 +74,65 @@ def test_text_on_standard_input_follows_the_prompt(service: tuple[App, str]) -> 
     with terminal("a file\n", is_terminal=False):
         triptych_here("run", "chat", "Sum up:", "--url", url, "--api-key", "key")
     assert "Sum up:\n\na file" in prompt_of(app)
+
+
+def reply_of(body: str, length: int | None = None) -> str:
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n{body}"
+
+
+INFO = (
+    '{"name": "triptych", "models": [{"name": "chat", "state": "loaded", "model_type": "llama", "max_model_len": 9,'
+    ' "chat": {"serves": true, "tools": "json", "reasoning": ""}, "capabilities": [{"name": "chat", "body": {}}]}]}'
+)
+STREAM = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BROKEN = {  # what a program answers that is no service, or one that ends: what is told
+    "SSH-2.0-OpenSSH_9\r\n": "does not answer as an HTTP service does: 'SSH-2.0-",
+    "": "does not answer",
+    reply_of("<html>"): "is no triptych service: /info gives no JSON",
+    reply_of("ÿ"): "is no triptych service: /info gives no JSON",
+    reply_of("[]"): "is no triptych service: its /info has no models",
+    reply_of('{"name": "triptych"}'): "is no triptych service: its /info has no models",
+    reply_of("{", 99): "ended in the middle of its reply",
+    STREAM + '40\r\ndata: {"choices": []}\n': "ended in the middle of its reply",
+    reply_of("data: {x\n\n"): "is no triptych service: /v1/chat/completions gives no JSON",
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_what_is_no_service_is_said_in_one_line(answer: str) -> None:
+    def serve(listener: socket.socket) -> None:
+        for begins in (b"GET /info", b"GET /info", b"POST"):  # what a real service answers until the reply
+            connection, _ = listener.accept()
+            with connection:
+                asked = connection.recv(65536)
+                later = "choices" in answer or "data: {x" in answer
+                text = reply_of(INFO) if later and asked.startswith(b"GET") else answer
+                connection.sendall(text.encode("latin-1"))
+                if text is answer:
+                    return
+                assert asked.startswith(begins)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        reply = chat(url, "chat", "Hello", proxy="http://127.0.0.1:9")
+        thread.join()
+    assert reply.returncode == 1 and reply.stderr.count("\n") == 1
+    assert reply.stderr.startswith(f"triptych: {url} {BROKEN[answer]}")
+
+
+@pytest.mark.parametrize("url", ["http://a b", "http://", "http://[::1", "http://a:x", "ftp://a", "http://a\nb"])
+@pytest.mark.parametrize("command", [("ps",), ("run", "chat", "x"), ("models", "list"), ("launch", "codex")])
+def test_an_address_is_checked_before_it_is_asked(url: str, command: tuple[str, ...]) -> None:
+    reply = triptych_here(*command, "--url", url)
+    assert (reply.returncode, reply.stderr) == (2, f"triptych: --url: expected http://HOST:PORT, found {url!r}\n")
+    reply = triptych_here(*command, TRIPTYCH_URL=url)
+    assert reply.stderr.startswith("triptych: TRIPTYCH_URL: expected http://HOST:PORT")
+
+
+def test_a_prompt_without_a_model_is_told(service: tuple[App, str]) -> None:
+    assert "a prompt comes after MODEL" in chat(service[1], "What is gravity?").stderr
 
 
 def test_a_conversation_with_commands(service: tuple[App, str]) -> None:
@@ -135,7 +196,7 @@ def test_refusals(service: tuple[App, str], arguments: tuple[str, ...], code: in
 
 
 def test_a_service_that_cannot_be_used(service: tuple[App, str]) -> None:
-    assert "127.0.0.1:9 does not answer" in chat(NOWHERE, "chat", "x").stderr
+    assert "no service listens at http://127.0.0.1:9" in chat(NOWHERE, "chat", "x").stderr
     assert "expected http://HOST:PORT" in chat("x", "chat", "x").stderr
     with terminal():
         assert "401: " in triptych_here("run", "chat", "x", "--url", service[1], "--api-key", "wrong").stderr
@@ -157,3 +218,9 @@ def test_the_start_of_a_service_tells_what_takes_long(capsys: pytest.CaptureFixt
     child = mock.Mock(stderr=iter(told + rest))
     assert service_client._wait_ready(child) == "http://a:1"
     assert capsys.readouterr().err == "compiling\npacking\n5 %\n"
+
+
+def test_standard_input_that_is_no_text_is_told(service: tuple[App, str]) -> None:
+    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x89PNG\xff"), "utf-8")):
+        reply = triptych_here("run", "--url", service[1], "--api-key", "key")
+    assert (reply.returncode, reply.stderr.count("\n")) == (2, 1) and "not utf-8" in reply.stderr
