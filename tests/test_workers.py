@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,22 @@ ALONE = """
 """
 
 
+QUIET = """
+    @pytest.mark.quiet
+    def test_quiet():
+        note("quiet begins")
+        end = time.monotonic() + 10
+        while (HERE / "notes").read_text().count("quiet begins") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        note("quiet ends")
+"""
+
+
 def start(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     """Start pytest with two workers on `files`, without the plugins and settings of this suite."""
     for name, tests in files.items():
         (folder / f"test_{name}.py").write_text("\n".join(line[4:] for line in (TESTS + tests).splitlines()))
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  alone\n  quiet\n")
     environment = {name: value for name, value in os.environ.items() if name not in workers.VARIABLES}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.workers", "--workers", "2", *arguments]
@@ -153,6 +165,16 @@ def test_tests_marked_alone_come_last_one_by_one(tmp_path: Path) -> None:
     code, output = finished(tmp_path, {"a": ALONE + PASSES, "b": ALONE, "c": PASSES})
     assert code == 0 and "10 passed" in output, output
     assert notes(tmp_path)[-5:-1] == ["test_a alone", "test_a not alone", "test_b alone", "test_b not alone"]
+
+
+def test_two_tests_marked_quiet_run_at_the_same_time(tmp_path: Path) -> None:
+    code, output = finished(tmp_path, {"a": ALONE + QUIET, "b": QUIET, "c": QUIET + PASSES}, "--workers", "3")
+    assert code == 0 and "8 passed" in output, output
+    said = [note for note in notes(tmp_path) if note != "session ends"]
+    assert said[2:4] == ["quiet begins"] * 2
+    assert said[-3:] == ["quiet ends", "test_a alone", "test_a not alone"]
+    running = accumulate(1 if note == "quiet begins" else -1 for note in said if note.startswith("quiet"))
+    assert max(running) == 2
 
 
 def test_the_first_failure_can_end_the_run(tmp_path: Path) -> None:

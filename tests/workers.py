@@ -3,7 +3,8 @@
 The tests are collected once. Then the workers are forked: each has all collected tests and imported packages at once.
 A worker gets a file at a time, so that a file's fixtures are made once.
 
-A test marked `alone` measures time or needs all cores: it runs after the others, when no other worker is left.
+Some tests measure time: they run after the others. Of those marked `quiet`, which mostly wait, two run at the same
+time. One marked `alone` needs all cores: it runs when no other worker is left.
 A worker that dies fails the test that it ran, and a new worker runs the rest of the file. A test that takes longer than
 `LONGEST` is ended in the same way. Processes that a worker or an interrupted run has left are killed.
 """
@@ -29,6 +30,8 @@ import pytest
 
 LONGEST = 600.0  # seconds
 _FAREWELL = 60.0  # seconds in which an interrupted worker ends its fixtures
+_MOST = {"quiet": 2, "alone": 1}  # how many workers run tests with this marker at the same time
+_ANY = 1_000
 SHARED = "embedded_service"  # a fixture of the session that is too dear for two workers: its files share one
 _FIRST = {  # files that run in one worker one after the other; what takes longest begins first
     "Ray": (
@@ -38,6 +41,7 @@ _FIRST = {  # files that run in one worker one after the other; what takes longe
     "bench": ("tests/lab/test_gpu_bench.py",),
     "transport": ("tests/engine/test_process_transport.py",),
     "schemathesis": ("tests/service/test_openapi.py",),
+    "whisper": ("tests/service/test_whisper.py",),
 }
 _GROUP = {file: group for group, files in _FIRST.items() for file in files}
 _CHECKPOINTS = "CHECKPOINTS_OF_TRIPTYCH_TESTS"
@@ -58,7 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _STARTED_BY not in os.environ:
         os.environ[_STARTED_BY] = str(os.getpid())
         config.add_cleanup(lambda: _kill_left(os.environ.pop(_STARTED_BY)))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that fixtures end what they started
+    for asked in (signal.SIGINT, signal.SIGTERM):  # a shell's background processes ignore the first
+        signal.signal(asked, signal.default_int_handler)  # so that fixtures end what they started
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,23 +76,23 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 class _Unit:
-    """Tests for one worker, as places in `session.items`."""
+    """Tests for one worker, as places in `session.items`; `most` workers run units of its kind at the same time."""
 
-    def __init__(self, places: list[int], alone: bool) -> None:
+    def __init__(self, places: list[int], most: int) -> None:
         self.places = places
-        self.alone = alone
+        self.most = most
 
 
 def _units(items: list[pytest.Item]) -> deque[_Unit]:
     """Return the units in the order in which they begin; those that run alone come last."""
-    found: dict[tuple[bool, str], list[int]] = {(False, group): [] for group in _FIRST}
+    found: dict[tuple[int, str], list[int]] = {(_ANY, group): [] for group in _FIRST}
     sharing = {_file(item) for item in items if SHARED in item.fixturenames}  # type: ignore[attr-defined]
     for place, item in enumerate(items):
         file = _file(item)
-        alone = item.get_closest_marker("alone") is not None
-        found.setdefault((alone, SHARED if file in sharing else _GROUP.get(file, file)), []).append(place)
-    units = [_Unit(places, alone) for (alone, _), places in found.items() if places]
-    return deque(sorted(units, key=lambda unit: unit.alone))
+        most = min((most for name, most in _MOST.items() if item.get_closest_marker(name)), default=_ANY)
+        found.setdefault((most, SHARED if file in sharing else _GROUP.get(file, file)), []).append(place)
+    units = [_Unit(places, most) for (most, _), places in found.items() if places]
+    return deque(sorted(units, key=lambda unit: -unit.most))
 
 
 def _file(item: pytest.Item) -> str:
@@ -148,7 +153,7 @@ class _Run:
         self._hook = session.config.hook
         self._todo = _units(session.items)
         self._workers: list[_Worker] = []
-        self._waiting: _Worker | None = None  # for the others to end, so that it can run tests alone
+        self._idle: list[_Worker] = []  # they wait until no others run, or run something of another kind
         self._started = 0
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # before it is inherited
 
@@ -206,17 +211,27 @@ class _Run:
                 self._next(worker)
 
     def _next(self, worker: _Worker) -> None:
-        """Give it the next unit, unless that runs alone: then all other workers end first."""
+        """Give it the next unit as soon as that may begin."""
         worker.unit = None
-        if self._todo and (not self._todo[0].alone or self._workers == [worker]):
-            worker.give(self._todo.popleft())
-        elif self._todo and self._waiting is None:
-            self._waiting = worker
-        else:
-            worker.give(None)
+        self._idle.append(worker)
+        self._distribute()
+
+    def _distribute(self) -> None:
+        """Give units to idle workers, or end those that are too many for the units that come next."""
+        while self._idle:
+            busy = [worker.unit.most for worker in self._workers if worker.unit is not None]
+            most = self._todo[0].most if self._todo else 0
+            if self._todo and len(self._workers) <= most and all(kind == most for kind in busy):
+                self._idle.pop(0).give(self._todo.popleft())
+            elif len(self._idle) > most - busy.count(most):
+                self._idle.pop().give(None)
+            else:
+                break
 
     def _ended(self, worker: _Worker) -> None:
         self._workers.remove(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
         how = worker.bury()
         if worker.unit is not None and worker.unit.places:
             place = worker.unit.places.pop(0)
@@ -228,8 +243,7 @@ class _Run:
                 self._next(self._start())
         elif how:
             self._fail(f"worker {worker.mark}", ("", None, ""), f"the worker process {how} after its last test")
-        if self._waiting is not None and self._workers == [self._waiting]:
-            self._next(self._waiting)
+        self._distribute()
 
     def _fail(self, nodeid: str, location: tuple[str, int | None, str], why: str) -> None:
         report = pytest.TestReport(nodeid, location, {}, "failed", why, "call")

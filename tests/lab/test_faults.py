@@ -126,7 +126,7 @@ def all_hostile(site: Site, model: str) -> str:
     return " | ".join([*seen, hostile.never_end_headers(site), hostile.dribble_body(site)])
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_hostile_clients_cost_the_others_nothing(site: Site, subject: Subject) -> None:
     row = play(Scenario("", all_hostile, "local", stages=((1.0, 4.0),), after_s=0.5), site, subject, RATE)
     assert row.problems == ()

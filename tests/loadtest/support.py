@@ -49,8 +49,8 @@ def retried(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
-    """Repeat a test likewise, with no other test at the same time, for figures that must be close."""
-    return pytest.mark.alone(retried(test))
+    """Repeat a test likewise, with at most one other of its kind at the same time, for figures that must be close."""
+    return pytest.mark.quiet(retried(test))
 
 
 def constant(rate: float) -> Arrivals:
