@@ -45,8 +45,9 @@ install: .venv/.service
 	$(BIN)/python -m triptych.model.native.build || echo "torch will compute instead, two to five times slower"
 	touch $@
 
+# Python compiles what the tests import of it, which is a small part.
 .venv/.dev: .venv/.service requirements-dev.lock
-	$(PIP) install --no-deps -r requirements-dev.lock
+	$(PIP) install --no-deps --no-compile -r requirements-dev.lock
 	touch $@
 
 serve: .venv/.service
