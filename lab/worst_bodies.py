@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 SIZE = 1_990_000  # bytes, nearly `max_body_bytes`
@@ -219,9 +219,9 @@ def _of_other_programs() -> Iterator[Worst]:
     yield _other("/v1/moderations", b'{"model":"enc","input":[', b'{"type":"text","text":"a"}', b"]}")
 
 
-def many_tokens() -> Iterator[Worst]:
+def many_tokens(items: Sequence[bytes] = (b"%d", b"257")) -> Iterator[Worst]:
     """Yield bodies of about 250,000 and 500,000 token ids, and texts with about as many tokens."""
-    for item in (b"%d", b"257"):
+    for item in items:
         yield _generate(b'"prompt":[', item, b"]", f"{item.decode()} for ids")
         yield _generate(b'"prompt":[[', item, b"]]", f"{item.decode()} for a list of ids")
         yield _generate(b'"prompt":"x","prediction":[', item, b"]", f"{item.decode()} for predicted ids")
