@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from tests.engine.support import Running, request, running
+from tests.matrix import rest_is_slow
 from tests.model.checkpoints import VOCAB
 from triptych.model.api.request import FinishReason, TokenOutput
 from triptych.model.text import grammar_matcher
@@ -43,7 +44,7 @@ PLAIN = TokenBytes(FORMS, FORMS)
 BYTES = (*(bytes([byte]) for byte in range(256)), b"")
 # As word pieces: a longer token starts with a space, unless it is the first of an output.
 SPACED = TokenBytes(FORMS, tuple(b" " + form if len(form) > 1 else form for form in FORMS))
-KINDS = ["llama", "bart", "t5-relu", "marian"]
+KINDS = rest_is_slow(("llama", "bart", "t5-relu", "marian"), lambda kind: kind in ("llama", "bart"))
 
 
 def engine(kind: str, tokens: TokenBytes = PLAIN, **settings: Any) -> Running:

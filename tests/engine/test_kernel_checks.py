@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def check_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_checks, "Memory", lambda identity: Memory(identity, tmp_path))
 
 
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], LLM]:
+    """Return what the first start of a model with right kernels wrote, the sizes of its checks, and the model."""
+    runs: list[int] = []
+    folder, real = tmp_path_factory.mktemp("checked"), Here.run
+    with pytest.MonkeyPatch.context() as patch:
+        check_here(patch, folder)
+        patch.setattr(Here, "run", lambda self, checks: runs.append(len(checks)) or real(self, checks))
+        llm, _ = served("llama-gqa", max_model_len=12)
+    return folder, runs, llm
+
+
+@pytest.fixture
+def checked(first_start: tuple[Path, list[int], LLM], tmp_path: Path) -> Path:
+    """Return a copy of what the first start wrote."""
+    return Path(shutil.copytree(first_start[0], tmp_path / "checked"))
+
+
 def served(kind: str, backend: str = "triton", **settings: Any) -> tuple[LLM, list[int]]:
     """Return a model and the tokens that it generates."""
     given: dict[str, Any] = dict(device="cpu", dtype="float32", attention_backend=backend, kv_cache_memory=1 << 20)
@@ -128,33 +147,32 @@ def test_a_broken_kernel_can_be_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         served("llama-gqa", slow_fallbacks="refuse")
 
 
-def test_right_kernels_are_used_and_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check_here(monkeypatch, tmp_path)
-    runs: list[int] = []
-    real = Here.run
-    monkeypatch.setattr(Here, "run", lambda self, checks: runs.append(len(checks)) or real(self, checks))
-    for _ in range(2):
-        llm, _ = served("llama-gqa", max_model_len=12)
+def test_right_kernels_are_used_and_checked_once(
+    monkeypatch: pytest.MonkeyPatch, checked: Path, first_start: tuple[Path, list[int], LLM]
+) -> None:
+    _, runs, first = first_start
+    assert runs == [5]  # launch, attention and preparation over pages and packed rows
+    check_here(monkeypatch, checked)
+    monkeypatch.setattr(Here, "run", lambda self, checks: 1 / 0)
+    second, _ = served("llama-gqa", max_model_len=12)
+    for llm in (first, second):
         assert llm.info.fallbacks == ()
         assert llm.info.attention_backend == "triton"
     monkeypatch.setattr(*broken("double", "raise"))  # the smallest kernel, which each start launches
     with pytest.raises(ConfigError, match="the triton backend cannot be had: triton does not work here: RuntimeError"):
         served("llama-gqa", max_model_len=12)
-    assert runs == [5]  # launch, attention and preparation over pages and packed rows
 
 
-def test_new_checks_do_not_hide_that_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_new_checks_do_not_hide_that_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch, checked: Path) -> None:
     """Check a second start with a new check, when what passed before could not be launched any more."""
-    check_here(monkeypatch, tmp_path)
-    served("llama-gqa", max_model_len=12)
+    check_here(monkeypatch, checked)
     monkeypatch.setattr(*broken("double", "raise"))
     with pytest.raises(ConfigError, match="triton does not work here: RuntimeError"):
         served("llama-gqa", max_model_len=12, quantization="int8")
 
 
-def test_a_full_device_does_not_count_as_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check_here(monkeypatch, tmp_path)
-    served("llama-gqa", max_model_len=12)
+def test_a_full_device_does_not_count_as_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, checked: Path) -> None:
+    check_here(monkeypatch, checked)
     monkeypatch.setattr(kernel_checks, "run_check", lambda check, device: MEMORY)  # now only the smallest kernel
     llm, _ = served("llama-gqa", max_model_len=12)
     assert llm.info.fallbacks == ()

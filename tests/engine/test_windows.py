@@ -32,7 +32,11 @@ def held(blocks: BlockManager, pool: int) -> int:
     return blocks.pools[pool].num_blocks - blocks.pools[pool].num_free
 
 
-@pytest.mark.parametrize(("overlap", "prefix_caching"), [(False, True), (True, False)], ids=["", "overlap-uncached"])
+@pytest.mark.parametrize(
+    ("overlap", "prefix_caching"),
+    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
+    ids=["", "overlap-uncached"],
+)
 def test_a_long_context_holds_a_window_and_a_step_of_blocks(overlap: bool, prefix_caching: bool) -> None:
     pools = [PoolSize(300), PoolSize(60, WINDOW)]
     harness = Harness(pools=pools, block_size=BLOCK, budget=STEP, max_model_len=CONTEXT + 100, overlap=overlap,

@@ -38,7 +38,7 @@ ABSENT = (
 )
 DECODERS = ("encoder-decoder, BART", "encoder-decoder, T5")  # scenarios that a case of `engine, encoder` names too
 Row = dict[str, Any]
-# Each is another format, model or shape of a case that runs by default.
+# Each is like a case that runs by default: another format, model or shape, or one more way to run it.
 LIKE_OTHERS = frozenset(
     {
         *("kernel, mixed, float32", "kernel, fp8 pages, decode, float32"),
@@ -50,6 +50,8 @@ LIKE_OTHERS = frozenset(
         *("engine, recurrent layers", "engine, encoder-decoder, BART"),
         *("llama-8b, prefill 2k, fp8", "llama-8b, one stream, int4"),
         *("qwen3.5-9b x128 1k/1k", "qwen3.5-9b, prefill 2k"),
+        *("decode, toy, 2 x 130", "prompts, toy, 2 x 12", "fp8 product, toy, blocks", "engine, beams"),
+        *("qwen3-0.6b, 256 clients, prompts launched", "whisper-small x128", "bert-base, recorded or not"),
     }
 )
 
@@ -71,7 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, left_out: frozenset[str]) -
         (absent / f"{name}.py").write_text(f"raise ImportError('a bare GPU machine has no {name}')\n")
     environment = os.environ | {"PYTHONPATH": str(absent), "OMP_NUM_THREADS": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that are not there
-    command = [sys.executable, "-m", "lab.bench.gpu", "check", "sweep", "workloads", "tests", "--tiny"]
+    command = [sys.executable, "-m", "lab.bench.gpu", "check", "sweep", "workloads", "--tiny"]
+    command += [] if left_out else ["tests"]  # which collects a third of the suite
     command += ["--resume", "--before", str(path / "before")]
     subprocess.run([*command, "--out", str(path / "out")], cwd=ROOT, env=environment, check=True, timeout=300)
     return path / "out"
@@ -110,6 +113,8 @@ def test_what_is_checked_is_right(rows: dict[str, Row], left_out: frozenset[str]
     assert rows["engine, sampling with seeds"]["distinct"] > 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", ["all"], indirect=True)
 def test_the_kernels_tests_can_be_imported(rows: dict[str, Row]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
     assert rows["pytest -m gpu"]["collected"] > 150, rows["pytest -m gpu"]
@@ -146,6 +151,7 @@ def test_the_page_has_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "http" not in page  # no outside asset
 
 
+@pytest.mark.slow
 def test_headline_checks_in_parallel_processes_and_then_measures(tmp_path: Path) -> None:
     only = "engine, encoder|bert-base, texts"
     (tmp_path / "results.jsonl").write_text(

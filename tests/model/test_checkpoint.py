@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from tests.matrix import rest_is_slow
 from tests.model.checkpoints import KINDS, copied, load_native, loaded, native_backends, prompt, saved
-from tests.model.parity import decoder_logits
+from tests.model.parity import MECHANISMS, decoder_logits
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.attention.sdpa import SdpaBackend
@@ -55,7 +56,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_is_slow(KINDS, lambda kind: kind in (*MECHANISMS, "marian-two-vocabularies")))
 def test_stored_tensors_are_the_checkpoints_own_bit_for_bit(kind: str) -> None:
     model = loaded(kind)
     family = family_for(model.config)

@@ -105,18 +105,23 @@ def check_same(outputs: list[TokenOutput], expected: list[TokenOutput]) -> None:
             assert ours[request_id] == pytest.approx(values, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [("llama-gqa", "bart"), pytest.param(("llama-gqa", "bart", "whisper"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 @async_test
 async def test_two_ranks_equal_one_and_a_rank_that_ends_fails_requests_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (60.0,))
     settings = {**SETTINGS, "kv_cache_memory": SMALL_POOL, "max_model_len": 96, "tensor_parallel_size": 2}
-    async with served("llama-gqa", "bart", "whisper", transport=ProcessTransport, **settings) as engine:
+    async with served(*kinds, transport=ProcessTransport, **settings) as engine:
         info = engine.models["llama-gqa"]
         assert (info.tensor_parallel_size, info.attention_backend) == (2, "sdpa")
         assert "run on one rank" in info.attention_reason
         assert info.kv_bytes_per_token == 2 * 2 * 1 * 8 * 4  # one of two heads of keys
-        for kind in ("llama-gqa", "bart", "whisper"):
+        for kind in kinds:
             requests = work(kind)
             expected = alone(kind, requests)
             check_same(await collect(engine.submit(requests)), expected)
@@ -124,7 +129,7 @@ async def test_two_ranks_equal_one_and_a_rank_that_ends_fails_requests_at_once(
         await check_prefixes(engine)
         await check_encode(engine)
         await check_blame(engine)
-        await check_death(engine)
+        await check_death(engine, *kinds[1:])
 
 
 async def check_prefixes(engine: AsyncEngine) -> None:
@@ -164,20 +169,22 @@ async def check_blame(engine: AsyncEngine) -> None:
     assert engine.health().ready
 
 
-async def check_death(engine: AsyncEngine) -> None:
+async def check_death(engine: AsyncEngine, *others: str) -> None:
     """Check that a model whose follower is killed is lost alone, and that the last model takes its engine with it."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
     rank_processes = ranks(engine)
     lost = await killed(engine, "llama-gqa", rank_processes[0])
     assert {outputs[-1].finish_reason for outputs in lost if isinstance(outputs, list)} == {FinishReason.ERROR}
-    await until(lambda: list(engine.models) == ["bart", "whisper"])
+    await until(lambda: list(engine.models) == [*others])
     check_same(await collect(engine.submit(work("bart"))), alone("bart", work("bart")))
     assert engine.health().ready and engine.restarts == 0
-    await engine.unload("bart")
-    failures = await killed(engine, "whisper", rank_processes[2])
+    for name in others[:-1]:
+        await engine.unload(name)
+    last = others[-1]
+    failures = await killed(engine, last, rank_processes[-1])
     assert {(type(one), str(one)) for one in failures} == {
-        (EngineDeadError, "rank 1 of whisper ended by signal SIGKILL")
+        (EngineDeadError, f"rank 1 of {last} ended by signal SIGKILL")
     }
     assert not engine.health().ready
     await gone([transport.pid, *rank_processes])

@@ -370,7 +370,7 @@ def check(reply: WholeReply, use: ToolUse) -> None:
 def test_calls_are_held_to_500_schemas(name: str) -> None:
     """Random texts of the grammar, in each family's form: all are calls, and all arguments are valid."""
     generator = random.Random(name)
-    for at in range(23):  # of two tools on average, for eleven formats
+    for at in range(12):  # of two tools on average, for 22 formats
         tools = tuple(Tool(f"t{index}", None, objects(generator, root=True)) for index in range(1 + at % 3))
         use = ToolUse(tools, "required", only=frozenset({"t0"}) if at % 4 == 0 else None, parallel=at % 2 == 0)
         format, matcher = held(use, name, reasoning_opened=at % 5 == 0 and name != "harmony")
