@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from triptych.model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES
 from triptych.model.text.sentencepiece_bpe import (
@@ -19,8 +21,14 @@ from triptych.model.text.sentencepiece_bpe import (
     read_bpe,
     read_nllb,
 )
-from triptych.model.text.sentencepiece_model import Algorithm, Piece, PieceKind
-from triptych.model.text.sentencepiece_steps import SPACES, fairseq_first, precompiled, set_normalizers, set_words
+from triptych.model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind
+from triptych.model.text.sentencepiece_steps import (
+    SPACES,
+    fairseq_first,
+    precompiled,
+    set_normalizers,
+    set_words,
+)
 from triptych.model.text.special_tokens import Token
 from triptych.model.text.tokenizer_class import (
     Texts,
@@ -103,6 +111,20 @@ def _dress_cased(name: str, *, lower: bool) -> Dress:
         set_words(tokenizer, scheme=_scheme(files) if name == "Albert" else "always")
 
     return dress
+
+
+_PUNCTUATION = Regex(f"[{re.escape(string.punctuation)}]")
+
+
+def _dress_siglip(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    """SigLIP's own normalisation, before the model's: no case, no ASCII punctuation, single spaces."""
+    lower = [normalizers.Lowercase()] if files.flag("do_lower_case", True) else []
+    steps = [normalizers.Replace(SPACE, " "), *lower, normalizers.Replace(_PUNCTUATION, "")]
+    # The reference begins with a space, whatever follows; here also what follows a special token that a text spells.
+    steps += [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Prepend(" ")]
+    set_normalizers(tokenizer, *steps, *precompiled(charsmap), SPACES, normalizers.Replace(Regex(r" +\z"), ""))
+    set_words(tokenizer, words=False, scheme="never")
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
 
 
 def _around_albert(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
@@ -238,6 +260,14 @@ _ALL = {
         _around_t5,
         _sentinels,
         frozenset({"extra_ids"}),
+    ),
+    "Siglip": TokenizerClass(
+        "Unigram",
+        _read_unigram,
+        _dress_siglip,
+        {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"},
+        _around_t5,
+        settings=frozenset({"do_lower_case"}),
     ),
     "Albert": TokenizerClass(
         "Unigram",

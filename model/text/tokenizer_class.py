@@ -163,6 +163,7 @@ _TYPES = {
     "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
     "Roberta": "bart bridgetower clap data2vec-text florence2 ibert led lilt longformer mega mra mvp roberta "
     "roberta-prelayernorm",
+    "Siglip": "siglip",
     "T5": "mt5 musicgen musicgen_melody switch_transformers t5",
     "Whisper": "whisper",
     "XGLM": "xglm",

@@ -16,6 +16,7 @@ from triptych.model.api.request import EncodeRequest, Source, image_source, toke
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.engine.builder import load
 from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.scheduling.scheduled_step import StepBudget
 from triptych.model.errors import ConfigError
 
 KINDS = ("clip", "siglip")
@@ -76,6 +77,20 @@ def test_vectors_of_texts_and_images_are_transformers(kind: str, backend: str) -
     ours = encoded(engine(kind, attention_backend=backend), sources(kind))
     assert (cosines(expected[:-1], expected[1:]) < 0.9).all()  # no two are alike
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_pause_between_layers(kind: str) -> None:
+    """A budget below one image's patches divides its layers over steps, and texts wait their turn."""
+    made, given = engine(kind), sources(kind)
+    for number, source in enumerate(given):
+        made.add(EncodeRequest(str(number), made.name, source))
+    found, steps = {}, 0
+    while made.has_work:
+        steps += 1
+        for output in made.step(StepBudget(whole_tokens=9))[0]:
+            found[int(output.request_id)] = torch.frombuffer(bytearray(output.data), dtype=torch.float32)
+    assert steps > 4 and torch.allclose(torch.stack([found[at] for at in range(len(given))]), theirs(kind), atol=1e-3)
 
 
 @pytest.mark.skipif(not native_backends(), reason="no compiler for the C kernels")

@@ -33,7 +33,7 @@ from triptych.model.text.detokenizer import Detokenizer
 from triptych.model.text.tokenizer import Tokenizer
 
 FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
-_LEFT_OUT = {"marian", "m2m-100"}  # they strip whole texts, which streamed texts cannot do
+_LEFT_OUT = {"marian", "m2m-100", "siglip"}  # they strip whole texts, which streamed texts cannot do
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,8 @@ def converted(folder: Path) -> Any:
 def texts_for(name: str, count: int) -> list[str]:
     """Return texts without a first space, which `transformers` reads differently than SentencePiece's own library."""
     found = [*strings(count), "", " ", "\n"]
+    if name == "siglip":  # a space follows a special token there only as the text has it
+        return [text for text in found if not re.search("</?s>|<unk>|<pad>", text)]
     return [text for text in found if not (name.startswith("llama") and FIRST_SPACE.search(text))]
 
 

@@ -73,6 +73,10 @@ def _t5(folder: Path) -> None:
     _sentencepiece(folder / "spiece.model", "unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
 
 
+def _siglip(folder: Path) -> None:
+    _sentencepiece(folder / "spiece.model", "unigram", pad_id=-1, eos_id=1, unk_id=2, bos_id=-1)
+
+
 def _albert(folder: Path) -> None:
     own = {"control_symbols": ["[CLS]", "[SEP]"], "user_defined_symbols": ["(", ")", '"', "-"]}
     _sentencepiece(folder / "spiece.model", "unigram", pad_id=0, unk_id=1, bos_id=-1, eos_id=-1, **own)
@@ -229,6 +233,7 @@ def _amino_acids(folder: Path) -> None:
 FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "t5": (_t5, "t5", "T5Tokenizer", {}),
     "mt5": (_t5, "mt5", "T5Tokenizer", {"extra_ids": 0}),
+    "siglip": (_siglip, "siglip", "SiglipTokenizer", {}),
     "albert": (_albert, "albert", "AlbertTokenizer", {"do_lower_case": True}),
     "albert-cased": (_albert, "albert", "AlbertTokenizer", {"do_lower_case": False, "keep_accents": True}),
     "xlnet": (_xlnet, "xlnet", "XLNetTokenizer", {}),

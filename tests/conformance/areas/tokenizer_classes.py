@@ -29,7 +29,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "task": ("translate", None),
 }
 _GENERAL = ("split_special_tokens", "clean_up_tokenization_spaces")
-_WRITTEN_IN_PYTHON = {"byt5", "marian", "m2m-100", "esm"}
+_WRITTEN_IN_PYTHON = {"byt5", "marian", "m2m-100", "esm", "siglip"}
 
 
 def run(report: Report, packages: Packages) -> None:
