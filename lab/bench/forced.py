@@ -40,7 +40,7 @@ class ForcedRunner:
             run.drafting.computed(run.stop + max(0, len(coming) - 1), len(coming))
         return found
 
-    def encode_ahead(self, source: Source, layers: int) -> None:
+    def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
         self._runner.encode_ahead(source, layers)
 

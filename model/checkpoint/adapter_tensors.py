@@ -21,7 +21,7 @@ _OTHER_MATRICES = {
     "lora_embedding_B": "it adapts a table of embeddings",
     "lora_magnitude_vector": "it is a DoRA adapter",
     "lora_B.bias": "it has lora_bias",
-    "base_layer": "it adapts parameters of experts (target_parameters)",
+    "base_layer": "it adapts the output, a table of embeddings or parameters of experts",
     "token_adapter": "it has trainable tokens",
 }
 

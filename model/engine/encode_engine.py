@@ -377,8 +377,9 @@ class EncodeEngine:
         shifted = [(start, *request.source.token_ids[:-1]) for request in requests]
         lengths = tuple(map(len, shifted))
         metadata = AttentionMetadata(lengths, lengths, causal=False, device=self.device)
-        inputs = packed_input(shifted, self.device, causal=True)
-        return inputs, CrossInput(metadata, torch.cat(list(hidden)).to(self.model.dtype))
+        adapters = self._lora_runs(requests)  # as many rows as the inputs have
+        inputs = replace(packed_input(shifted, self.device, causal=True), adapters=adapters)
+        return inputs, CrossInput(metadata, torch.cat(list(hidden)).to(self.model.dtype), adapters=adapters)
 
     def probe(self) -> None:
         """Run the smallest possible forward pass."""
@@ -391,12 +392,16 @@ class EncodeEngine:
             chosen = self._adapters.of_segments([one.adapter for one in batch], map(self._length, batch))
             inputs = replace(inputs, adapters=chosen)
         elif self.model.lora:
-            found = (self.model.lora.get(one.model) for one in batch)
-            inputs = replace(inputs, adapters=AdapterRuns.of_segments(found, map(self._length, batch)))
+            inputs = replace(inputs, adapters=self._lora_runs(batch))
         if not any(request.unread for request in batch):
             return inputs
         lengths = [(self._length(request), self._length(request) - request.unread) for request in batch]
         return with_unread_rows(inputs, lengths, self.device)
+
+    def _lora_runs(self, batch: Sequence[EncodeRequest]) -> AdapterRuns | None:
+        """Return which rows of the inputs have which adapter; None if none has one."""
+        found = (self.model.lora.get(one.model) for one in batch)
+        return AdapterRuns.of_segments(found, map(self._length, batch))
 
     def _results(self, batch: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
         """Turn the inputs' hidden states `[L, d]` into the results of their tasks; what can be shared is computed once.

@@ -214,7 +214,7 @@ class GenerateEngine:
     def _encode_ahead(self, ahead: LayersAhead) -> None:
         """Compute some layers of a source; a fault there is met again, and isolated, where its sequence begins."""
         try:
-            self.runner.encode_ahead(ahead.source, ahead.layers)
+            self.runner.encode_ahead(ahead.source, ahead.layers, ahead.model)
         except Exception:
             logger.exception("a source could not be encoded in parts")
             self.scheduler.source_passes.fail()

@@ -11,6 +11,7 @@ from triptych.model.cache.kv_cache import LayerCache
 from triptych.model.config.attention import AttentionConfig, NormSpan, RotaryConfig
 from triptych.model.linear.base import LinearSpec, Part, Split
 from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.adapters import RowAdapters
 from triptych.model.network.fused_ops import rotate_both, sigmoid_gated
 from triptych.model.network.inputs import StepContext
 from triptych.model.network.norms import build_heads_norm, head_norm
@@ -136,17 +137,29 @@ class CrossAttention(nn.Module):
         self.kv = linear(LinearSpec("kv", source_size, (keys, keys), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
 
-    def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, encoder_output: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Keys, then values, `[S, 2 K D]` of the memory `[S, d]`, whose rows may have adapters."""
+        rows: Tensor = self.kv(encoder_output)
+        return rows if adapters is None else adapters.added(self.kv.spec.name, encoder_output, rows)
+
+    def project(self, encoder_output: Tensor, adapters: RowAdapters | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values `[S, K, D]` of the memory `[S, d]`."""
-        k, v = self.kv(encoder_output).unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim)).unbind(-3)
+        k, v = (
+            self.keys_and_values(encoder_output, adapters)
+            .unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim))
+            .unbind(-3)
+        )
         return k, v
 
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
         assert step.cross is not None
-        q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        q = step.project(self.q, x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
         step.keep_queries(q)
-        k, v = self.project(step.cross.encoder_output) if step.cross.encoder_output is not None else (None, None)
-        return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata_of(cache), self.config).flatten(1))
+        k, v = None, None
+        if step.cross.encoder_output is not None:
+            k, v = self.project(step.cross.encoder_output, step.cross.adapters)
+        mixed = step.backend.forward(q, k, v, cache, step.cross.metadata_of(cache), self.config).flatten(1)
+        return step.project(self.out, mixed)
 
 
 def _output(config: AttentionConfig, hidden_size: int) -> LinearSpec:

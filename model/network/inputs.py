@@ -55,6 +55,7 @@ class CrossInput:
     encoder_output: Tensor | None = None  # [S, d]
     other_pools: tuple[AttentionMetadata, ...] = ()  # as in `StackInput`
     queries: Mapping[int, Tensor] | None = None  # by layer, where its queries are kept: [T, H, D] float32
+    adapters: RowAdapters | None = None  # of the memory's rows
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

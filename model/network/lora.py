@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-ADAPTED = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")  # projections of a layer that may have adapters
+# Projections of a layer that may have adapters, in the order of `low_rank.h`; those of a source are never in C.
+ADAPTED = ("attn.qkv", "attn.out", "cross.q", "cross.out", "mlp.up", "mlp.down")
+OF_SOURCES = "cross.kv"
 _numbers = itertools.count(1)
 
 

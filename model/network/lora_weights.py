@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from triptych.model.checkpoint.adapter_tensors import AdaptedModule, AdapterFolder
 from triptych.model.checkpoint.tensor_files import StoredTensor, TensorReader
+from triptych.model.config.attention import AttentionConfig, DisentangledConfig
 from triptych.model.config.layer import ExpertsConfig
 from triptych.model.config.model import ModelConfig
 from triptych.model.errors import CheckpointError, ConfigError, listed
@@ -18,7 +19,7 @@ from triptych.model.families import family_for
 from triptych.model.families.table.rules import Family, LinearRule, Shape
 from triptych.model.linear.base import linears
 from triptych.model.linear.native import NativeLinear, packed_linear
-from triptych.model.network.lora import ADAPTED, LoraAdapter, LowRankPart
+from triptych.model.network.lora import ADAPTED, OF_SOURCES, LoraAdapter, LowRankPart
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work, finish
 
@@ -67,8 +68,6 @@ def _check_base(model: Transformer) -> None:
         raise ConfigError("a model that is split over ranks (tensor_parallel_size) serves no adapters")
     if config.adapters is not None:
         raise ConfigError("the base model has adapters of its own (task), and serves no others")
-    if config.form != "decoder-only":
-        raise ConfigError(f"adapters of an {config.form} model are not served yet: merge the adapter")
 
 
 def _fitted(
@@ -100,9 +99,12 @@ def _unserved(target: str, config: ModelConfig) -> str:
     layer = config.stacks[stack].distinct_layers[int(index)]
     if place.startswith("mlp") and isinstance(layer.feed_forward, ExpertsConfig):
         return "experts and their routers"
-    return (
-        "" if place in ADAPTED else {"delta": "recurrent layers"}.get(place.partition(".")[0], f"the network's {place}")
-    )
+    mixer = layer.mixer
+    if place == "attn.qkv" and isinstance(mixer, AttentionConfig) and isinstance(mixer.position, DisentangledConfig):
+        return "queries and keys that relative positions are compared with (DeBERTa)"
+    if place in (*ADAPTED, OF_SOURCES):
+        return ""
+    return "recurrent layers" if place.startswith("delta.") else f"the network's {place}"
 
 
 def loading_adapter(name: str, folder: AdapterFolder, model: Transformer) -> Work[LoraAdapter]:

@@ -31,6 +31,7 @@ from triptych.model.linear.native import NativeLinear
 from triptych.model.native.library import KINDS
 from triptych.model.network.activation_dump import dump_to
 from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.adapters import RowAdapters
 from triptych.model.network.embeddings import (
     AudioEmbedding,
     PackedTable,
@@ -203,7 +204,9 @@ class Transformer(nn.Module):
         assert self.patches is not None
         return self.patches(inputs.pixels.to(self.dtype))
 
-    def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
+    def write_encoder_output(
+        self, encoder_output: Tensor, cache: KVCache, slots: Tensor, adapters: RowAdapters | None = None
+    ) -> None:
         """Put each layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[P, S]` of its pool."""
         assert self.decoder is not None
         library = self.linear.library
@@ -211,9 +214,9 @@ class Transformer(nn.Module):
             cross, at = self.decoder.layer(index).cross, slots[layer_cache.pool]
             assert cross is not None
             if library is not None and layer_cache.keys.dtype in KINDS:
-                write_rows(library, layer_cache, at, cross.kv(encoder_output), cross.config)
+                write_rows(library, layer_cache, at, cross.keys_and_values(encoder_output, adapters), cross.config)
             else:
-                layer_cache.write(at, *cross.project(encoder_output))
+                layer_cache.write(at, *cross.project(encoder_output, adapters))
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         """The decoder's hidden states `[T, d]`."""

@@ -41,7 +41,7 @@ class PackingRunner:
     def probe(self) -> None:
         """Do nothing: this runner never fails."""
 
-    def encode_ahead(self, source: Source, layers: int) -> None:
+    def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         """Do nothing: there are no sources."""
 
     def forget_ahead(self) -> None:

@@ -66,7 +66,7 @@ class ScriptedRunner:
     def probe(self) -> None:
         """Do nothing: a script never fails."""
 
-    def encode_ahead(self, source: Source, layers: int) -> None:
+    def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         self.ahead.append((source.token_ids, layers))
 
     def forget_ahead(self) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from tests.engine.front import async_test, collect, ids_of, served
 from tests.engine.thread_transport import ThreadTransport
-from tests.model.checkpoints import _root, prompt, saved
+from tests.model.checkpoints import AUDIO, _root, prompt, saved, source_of
 from tests.model.lora import matrices, merged, write_adapter
 from tests.model.texts import bytes_tokenizer
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
-from triptych.model.api.request import FinishReason, Request
+from triptych.model.api.request import EncodeRequest, EncodeTask, FinishReason, Request, Source, token_source
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.errors import ConfigError, ModelNotLoadedError
@@ -210,3 +210,76 @@ async def test_an_engine_starts_again_with_its_adapters() -> None:
         assert ids_of(await collect(engine.submit([asked("r", "sql")])), "r") == expected("sql", PROMPTS[0])
     finally:
         await engine.close()
+
+
+# -- Encoders, and both stacks of an encoder-decoder.
+
+STACKS = r"layers?\.\d+\.|block\.\d+\.|layer\.\d+\.|blocks\.\d+\."
+
+
+@cache
+def adapted_folder(kind: str, rank: int = 4) -> tuple[Path, Path]:
+    """Return an adapter of all projections of layers, and the merged model."""
+    root, reference = _root() / "lora" / kind, saved(kind).reference
+    pairs = matrices(reference, STACKS, rank, seed=rank, std=0.15)
+    write_adapter(root / "adapter", pairs, target_modules="all-linear")
+    merged(reference, pairs).save_pretrained(root / "merged")
+    return root / "adapter", root / "merged"
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("kind", ["t5-relu", "bart", "t5-gated-untied", "whisper"])
+def test_encoder_decoders_have_adapters_in_both_stacks(kind: str, backend: str) -> None:
+    adapter, whole = adapted_folder(kind)
+    config = EngineConfig(**SMALL, attention_backend=backend)
+    lengths = [(9, 0), (5, 0), (9, 2), (9, 0)]
+    sources = [source_of(AUDIO.get(kind), *one) for one in lengths]
+    chosen = ["sql", None, "sql", None]
+    with LLM(saved(kind).path, config, lora={"sql": adapter}) as llm, LLM(whole, config) as other:
+        wanted = [
+            _translated(llm if name is None else other, [one], [None])[0]
+            for name, one in zip(chosen, sources, strict=True)
+        ]
+        assert _translated(llm, sources, chosen) == wanted
+        assert wanted[0] != wanted[3], "the adapter changes nothing"
+
+
+def _translated(llm: LLM, sources: list[Source], chosen: list[str | None]) -> list[list[int]]:
+    """Return the tokens of sources that are in one batch, each with its adapter."""
+    engine, start = llm._generate, llm.checkpoint.config.decoder_start_token_id
+    assert engine is not None and start is not None
+    for place, (source, name) in enumerate(zip(sources, chosen, strict=True)):
+        engine.add(Request(str(place), name or llm.info.name, (start,), GREEDY, source))
+    found: list[list[int]] = [[] for _ in sources]
+    while engine.has_work:
+        for output in engine.step()[0]:
+            assert output.finish_reason is not FinishReason.ERROR
+            found[int(output.request_id)] += output.token_ids
+    return found
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "albert", "mpnet", "t5-encoder", "bert-sequence"])
+def test_encoders_have_adapters(kind: str, backend: str) -> None:
+    adapter, whole = adapted_folder(kind)
+    config = EngineConfig(device="cpu", dtype="float32", attention_backend=backend)
+    inputs = [prompt(9), prompt(5), prompt(30), prompt(2)]
+    task = EncodeTask.LOGITS if kind.endswith("sequence") else EncodeTask.EMBEDDING
+    with LLM(saved(kind).path, config, lora={"sql": adapter}) as llm, LLM(whole, config) as other:
+        found = _encoded(llm, inputs, ["sql", None, "sql", None], task)
+        plain, changed = (_encoded(one, inputs, [None] * 4, task) for one in (llm, other))
+        for place, vector in enumerate(found):
+            np.testing.assert_allclose(vector, (changed, plain)[place % 2][place], atol=2e-4 * abs(plain[place]).max())
+        assert not np.allclose(changed[0], plain[0], atol=1e-2 * abs(plain[0]).max())
+
+
+def _encoded(llm: LLM, inputs: list[tuple[int, ...]], chosen: list[str | None], task: EncodeTask) -> list[Any]:
+    engine = llm._encode
+    for place, (ids, name) in enumerate(zip(inputs, chosen, strict=True)):
+        engine.add(EncodeRequest(str(place), name or llm.info.name, token_source(ids), task, normalize=False))
+    found: dict[int, Any] = {}
+    while engine.has_work:
+        for output in engine.step()[0]:
+            assert output.finish_reason is FinishReason.STOP
+            found[int(output.request_id)] = np.frombuffer(output.data, np.float32)
+    return [found[place] for place in range(len(inputs))]

@@ -238,6 +238,9 @@ def test_modules_without_kernels_are_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "delta", matrices(recurrent, "in_proj_z", 4, seed=1))
     with pytest.raises(ConfigError, match="recurrent layers"):
         load_adapter("sql", read_adapter(folder), loaded("qwen3-5"))
+    compared = write_adapter(tmp_path / "deberta", matrices(saved("deberta-v2").reference, "query_proj", 4, seed=1))
+    with pytest.raises(ConfigError, match="relative positions are compared with"):
+        load_adapter("sql", read_adapter(compared), loaded("deberta-v2"))
 
 
 def test_a_folder_that_is_none_says_what_it_is(tmp_path: Path) -> None:

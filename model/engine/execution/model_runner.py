@@ -162,9 +162,9 @@ class ModelRunner:
         return self.draft_model.draft(runs, lambda one: self._sampling_row(one, rules, ruled=self._ruled))
 
     @torch.inference_mode()
-    def encode_ahead(self, source: Source, layers: int) -> None:
+    def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
-        self._program.encode_ahead(source, layers)
+        self._program.encode_ahead(source, layers, self.model.lora.get(model))
 
     def forget_ahead(self) -> None:
         """Drop the source that `encode_ahead` started."""
@@ -241,6 +241,7 @@ class ModelRunner:
             kept_layers=layers,
             mixed=mixed,
             adapters=adapters,
+            source_adapters=tuple(self.model.lora.get(one.request.model) for one in new) if adapters else (),
         )
         return plan, slices, probed
 

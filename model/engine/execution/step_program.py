@@ -10,8 +10,8 @@ host waits for them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,7 @@ from triptych.model.engine.execution.sources import source_input
 from triptych.model.engine.execution.static_row import fill_placeholders
 from triptych.model.engine.execution.step_logits import StepLogits, step_logits
 from triptych.model.network.inputs import CrossInput, StackInput
-from triptych.model.network.lora import AdapterRuns
+from triptych.model.network.lora import AdapterRuns, LoraAdapter
 from triptych.model.network.stack import StackPass
 from triptych.model.network.transformer import Transformer
 from triptych.model.parallel.group import Group
@@ -60,6 +60,7 @@ class StepPlan:
     kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
     mixed: MixedStep | None = None  # the recorded step with prompts to replay; on one rank only
     adapters: AdapterRuns | None = None  # of the rows; on one rank only
+    source_adapters: tuple[LoraAdapter | None, ...] = ()  # of each source; empty: none has one
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -129,13 +130,15 @@ class StepProgram:
         self._model = model
         self._cache = cache
         self._group = group
-        self._ahead: tuple[bytes, StackPass] | None = None  # a source's digest, and its unfinished pass
+        # The digest and the adapter of a source, and its unfinished pass.
+        self._ahead: tuple[tuple[bytes, LoraAdapter | None], StackPass] | None = None
         self.cross_queries: dict[int, Tensor] = {}  # of the latest step, [T, H, D] for each kept layer
 
-    def encode_ahead(self, source: Source, layers: int) -> None:
+    def encode_ahead(self, source: Source, layers: int, adapter: LoraAdapter | None = None) -> None:
         """Compute the next `layers` layers of the encoder for a source of a later plan; on one rank only."""
-        if self._ahead is None or self._ahead[0] != source.digest:
-            self._ahead = source.digest, self._model.begin(source_input([source], self._cache.device))
+        if self._ahead is None or self._ahead[0] != (source.digest, adapter):
+            begun = self._model.begin(self._source_input([source], [adapter]))
+            self._ahead = (source.digest, adapter), begun
         self._ahead[1].advance(layers)
 
     def forget_ahead(self) -> None:
@@ -182,25 +185,36 @@ class StepProgram:
 
     def _encode(self, plan: StepPlan) -> None:
         """Encode the new sources and write their cross keys and values to the pools."""
-        encoder_output = self._encoded(plan.sources)  # [S, d]
+        adapters = plan.source_adapters or (None,) * len(plan.sources)
+        encoder_output = self._encoded(plan.sources, adapters)  # [S, d]
         slots = self._tensor(plan.source_slots).view(len(self._cache.pools), -1)  # [P, S]
-        self._model.write_encoder_output(encoder_output, self._cache, slots)
+        runs = AdapterRuns.of_segments(adapters, (source.num_positions for source in plan.sources))
+        self._model.write_encoder_output(encoder_output, self._cache, slots, runs)
 
-    def _encoded(self, sources: tuple[Source, ...]) -> Tensor:
+    def _encoded(self, sources: tuple[Source, ...], adapters: Sequence[LoraAdapter | None]) -> Tensor:
         """Return the encoder's output `[S, d]`; a source that was started ahead needs only its last layers."""
-        device, ahead = self._cache.device, self._ahead
-        places = [place for place, source in enumerate(sources) if ahead is not None and source.digest == ahead[0]]
-        if ahead is None or not places:
-            if self._encoder_graphs is not None and (size := self._encoder_graphs.size_of(sources)):
-                return self._encoder_graphs.run(size, sources)
-            return Transformer.encode(self._model, source_input(sources, device))
+        ahead = self._ahead
+        keys = [(source.digest, adapter) for source, adapter in zip(sources, adapters, strict=True)]
+        if ahead is None or ahead[0] not in keys:
+            graphs = None if any(adapters) else self._encoder_graphs
+            if graphs is not None and (size := graphs.size_of(sources)):
+                return graphs.run(size, sources)
+            return self._encode_sources(sources, adapters)
         self._ahead = None
-        parts, place = [ahead[1].finish()], places[0]
+        parts, place = [ahead[1].finish()], keys.index(ahead[0])
         if place:
-            parts.insert(0, Transformer.encode(self._model, source_input(sources[:place], device)))
+            parts.insert(0, self._encode_sources(sources[:place], adapters[:place]))
         if place + 1 < len(sources):
-            parts.append(Transformer.encode(self._model, source_input(sources[place + 1 :], device)))
+            parts.append(self._encode_sources(sources[place + 1 :], adapters[place + 1 :]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _encode_sources(self, sources: Sequence[Source], adapters: Sequence[LoraAdapter | None]) -> Tensor:
+        return Transformer.encode(self._model, self._source_input(sources, adapters))
+
+    def _source_input(self, sources: Sequence[Source], adapters: Sequence[LoraAdapter | None]) -> StackInput:
+        inputs = source_input(sources, self._cache.device)
+        runs = AdapterRuns.of_segments(adapters, (source.num_positions for source in sources))
+        return inputs if runs is None else replace(inputs, adapters=runs)
 
     def _launch(self, plan: StepPlan, tokens: Tensor | None) -> Tensor:
         row, host = to_device(plan.row, self._cache.device), plan.layout.split(plan.row)

@@ -109,8 +109,11 @@ class Runner(Protocol):
     def launch(self, output: SchedulerOutput, before: Any = None) -> Launch:
         """Start a step; the tokens of the previous launch, `before`, may not have arrived yet."""
 
-    def encode_ahead(self, source: Source, layers: int) -> None:
-        """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
+    def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
+        """Compute the next `layers` layers of the encoder for a source that a later step finishes.
+
+        `model` is what its request names: an adapter, maybe.
+        """
 
     def forget_ahead(self) -> None:
         """Drop the source that `encode_ahead` started."""

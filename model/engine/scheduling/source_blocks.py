@@ -142,6 +142,7 @@ class LayersAhead(NamedTuple):
     source: Source
     layers: int
     tokens: int  # what they count as: one of L layers is 1/L of the source's tokens
+    model: str = ""  # that the sequence's request names: it may be an adapter
 
 
 @dataclass(slots=True)
@@ -189,7 +190,7 @@ class SourcePasses:
         layers = min(max(1, tokens * self._layers // source.num_positions), self._layers - before - 1)
         computed = self.done(sequence)
         self.current = SourcePass(sequence, before + layers)
-        return LayersAhead(source, layers, self.done(sequence) - computed)
+        return LayersAhead(source, layers, self.done(sequence) - computed, sequence.request.model)
 
     def fail(self) -> None:
         """Leave the current source to the step in which its sequence begins."""

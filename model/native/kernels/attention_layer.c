@@ -139,7 +139,8 @@ void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t
     const Step *step = t->step;
     int64_t width = layer->shape.heads * layer->shape.dim;
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
-    multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
+    Output queries = {.rows = t->qkv, .stride = width};
+    project(t, number, CROSS_INPUT, &layer->input, operand, 0, step->rows, queries);
     if (changes_heads(layer)) finish_heads(t, layer, 0, NULL, F32);
     if (step->cross_queries && step->cross_queries[number]) {
         int64_t first, last;
@@ -153,5 +154,5 @@ void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
-    finish_attention(t, layer, number, NOT_ADAPTED);
+    finish_attention(t, layer, number, CROSS_OUTPUT);
 }

@@ -7,7 +7,7 @@
 #include "stack_context.h"
 
 /* The projections of a layer that may have adapters, in the order of an adapter's table. */
-enum { NOT_ADAPTED = -1, ATTENTION_INPUT = 0, ATTENTION_OUTPUT, MLP_UP, MLP_DOWN, ADAPTED };
+enum { NOT_ADAPTED = -1, ATTENTION_INPUT = 0, ATTENTION_OUTPUT, CROSS_INPUT, CROSS_OUTPUT, MLP_UP, MLP_DOWN, ADAPTED };
 
 /* Whether any row of the context has an adapter that changes a layer's projection. */
 int is_adapted(const StackContext *t, int64_t number, int place);
