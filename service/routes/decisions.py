@@ -174,7 +174,7 @@ def _prompts(
 ) -> _Prompts:
     """Tokenise what the questions share once, and each question with its labels."""
     tokenizer = served.require_tokenizer("input")
-    whole, trees = [], []
+    whole, trees, place = [], [], "input"
     try:
         shared: tuple[int, ...] = ()
         if served.chat is not None:
@@ -182,17 +182,20 @@ def _prompts(
         elif not served.is_encoder_decoder:
             shared = tokenizer.encode(before[0], most=context).ids
         for at, question in enumerate(body.questions):
-            asked = decisions.asked(question)
+            asked, place = decisions.asked(question), f"questions[{at}]"
             if served.is_encoder_decoder:
                 whole.append(tokenizer.encode(before[0] + asked + after[0], most=context).ids)
             else:
                 whole.append((*shared, *tokenizer.encode_parts(["", *_joined(asked, after, served)], most=context)))
             labels = _labels(question, served, asked + "".join(after))
             for ids in labels:
-                check_vocabulary(ids, served.source_vocab_size, f"questions[{at}]")
-            trees.append(decisions.label_tree(labels, question, f"questions[{at}]"))
+                check_vocabulary(ids, served.source_vocab_size, place)
+            trees.append(decisions.label_tree(labels, question, place))
+            longest = len(whole[-1]) + max(map(len, trees[-1].branches)) + 1
+            if longest > context and not served.is_encoder_decoder:
+                raise context_exceeded(context, f"input and {place} have {longest} tokens with an answer", place)
     except TooManyTokensError as error:
-        raise context_exceeded(context, f"input has {error.count} tokens", "input") from None
+        raise context_exceeded(context, f"{place} has {error.count} tokens", place) from None
     return _Prompts(whole, trees)
 
 

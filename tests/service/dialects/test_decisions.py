@@ -329,6 +329,8 @@ def choices(*values: Any) -> dict[str, Any]:
             "input_image",
         ),
         ({"input": "word " * 4000}, "input", ""),
+        ({"input": "a" * 2000}, "questions[0]", "input and questions[0] have"),
+        ({"questions": [*QUESTIONS, {"type": "predicate", "instructions": "a" * 3000}]}, "questions[3]", "3"),
         ({"temperature": 1}, "temperature", "unknown"),
         ({"prompt_cache_options": {"mode": "explicit"}, "input": ""}, "input", "at least 1"),
     ],
