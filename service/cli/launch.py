@@ -83,7 +83,9 @@ def _opencode(target: _Target) -> tuple[dict[str, str | None], list[str]]:
 
 
 def _aider(target: _Target) -> tuple[dict[str, str | None], list[str]]:
-    return {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": None}, ["--model", f"openai/{target.name}"]
+    # It knows the context of no model here, and would ask whether to open a page about that.
+    arguments = ["--model", f"openai/{target.name}", "--no-show-model-warnings"]
+    return {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": None}, arguments
 
 
 AGENTS: Mapping[str, Agent] = {

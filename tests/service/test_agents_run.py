@@ -12,11 +12,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.service.dialects.support import calling_app, prompt_of
-from tests.service.support import byte_tokenizer, live
+from tests.service.support import App, byte_tokenizer, live
 from tests.service.test_launch import launch, printed
 from triptych.model.api.request import Request
 
@@ -48,17 +49,36 @@ def test_an_agent_calls_its_tool_and_reads_the_result(agent: str, tmp_path: Path
         return (*tokenizer.encode(said, add_special_tokens=False).ids, 256)
 
     app.script.answer, app.script.end_id = answer, 256
+    done = run_agent(app, agent, arguments, tmp_path)
+    assert done.returncode == 0 and "It is done." in done.stdout, done.stdout + done.stderr
+    assert "found-it" in prompt_of(app)
+
+
+def run_agent(app: App, agent: str, arguments: list[str], folder: Path) -> Any:
+    """Run an agent with the variables and arguments of `triptych launch`, and with more arguments."""
     with live(app) as url:
         variables, command = printed(launch(url, agent, TRIPTYCH_API_KEY="").stdout)
-        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **AWAY, **variables}
-        done = subprocess.run(
+        environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **AWAY, **variables}
+        return subprocess.run(
             [*command, *arguments],
             env=environment,
-            cwd=tmp_path,
+            cwd=folder,
             capture_output=True,
             text=True,
             timeout=200,
             stdin=subprocess.DEVNULL,
         )
-    assert done.returncode == 0 and "It is done." in done.stdout, done.stdout + done.stderr
-    assert "found-it" in prompt_of(app)
+
+
+def test_aider_changes_a_file(tmp_path: Path) -> None:
+    if shutil.which("aider") is None:
+        pytest.skip("aider is not installed")
+    app, tokenizer = calling_app(max_model_len=200_000), byte_tokenizer()
+    said = "Done.\n\ngreet.py\n```\ndef greet():\n    return 'found-it'\n```\n"
+    app.script.answer = lambda _: (*tokenizer.encode(said, add_special_tokens=False).ids, 256)
+    app.script.end_id = 256
+    (tmp_path / "greet.py").write_text("def greet():\n    return 'hello'\n")
+    arguments = ["--no-git", "--yes-always", "--no-check-update", "--no-analytics", "--no-show-release-notes"]
+    done = run_agent(app, "aider", [*arguments, "--message", "Return found-it.", "greet.py"], tmp_path)
+    assert done.returncode == 0 and "found-it" in (tmp_path / "greet.py").read_text(), done.stdout + done.stderr
+    assert "return 'hello'" in prompt_of(app)

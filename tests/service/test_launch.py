@@ -88,6 +88,7 @@ def test_the_settings_are_those_that_agents_read(service: tuple[App, str], progr
     name, model = opencode["model"].split("/")
     assert opencode["provider"][name]["models"][model]["limit"]["context"] == 40_000
     assert given["aider"][0] == {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": KEY}
+    assert "--no-show-model-warnings" in given["aider"][1]
 
 
 def test_what_an_agent_lacks_is_told(service: tuple[App, str], tmp_path: Path) -> None:
