@@ -1,4 +1,4 @@
-"""Words that the project's prose does without, as CONTRIBUTING.md lists them.
+"""Words that the project's prose does without: `WORDS` lists them.
 
 `UNREAD` lists the folders and files that have not been read for them yet. It only shrinks.
 """

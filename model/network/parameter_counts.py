@@ -16,7 +16,6 @@ _SUBLAYERS = {
     "cross": "cross attention",
     "mlp": "MLP",
     "embedding": "layer embeddings",
-    **dict.fromkeys(("scale", "attn_scale", "mlp_scale"), "norms"),
     "bias": "position bias",
 }
 _BESIDE = {  # the layers
@@ -68,7 +67,6 @@ def part_of(name: str) -> str:
         return f"{path[0]} layer token table"
     if path[1] != "layers":
         return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_BESIDE}.get(path[1], "embeddings")
-    sublayer = path[3]
     if "norm" in name:
         return f"{path[0]} norms"
-    return f"{path[0]} {_SUBLAYERS[sublayer]}"
+    return f"{path[0]} {_SUBLAYERS.get(path[3], 'norms')}"  # with learned scales of sublayers and channels

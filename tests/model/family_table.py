@@ -95,7 +95,10 @@ def _names(types: Iterable[str]) -> str:
 @cache
 def _networks() -> dict[str, list[ModelConfig]]:
     """Return the networks of each type."""
-    return {model_type: list(_configs(model_type)) for model_type in FAMILIES}
+    found = {model_type: list(_configs(model_type)) for model_type in FAMILIES}
+    missing = [model_type for model_type, configs in found.items() if not configs]
+    assert not missing, f"{', '.join(missing)}: transformers has no such type; add a row to tests/model/published_*.py"
+    return found
 
 
 def _example(model_type: str) -> str:

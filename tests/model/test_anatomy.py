@@ -10,6 +10,7 @@ from tests.model.checkpoints import saved
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.families import config_from_raw
 from triptych.model.inspection.anatomy import describe_stack, dissect
+from triptych.model.network.parameter_counts import part_of
 
 BERT_BASE = {
     "model_type": "bert",
@@ -104,6 +105,10 @@ def test_shared_layers_cost_nothing_to_keep_but_as_much_to_run() -> None:
     full, small = dissect(config), dissect(shared)
     assert small.parameters["encoder MLP"] * 12 == full.parameters["encoder MLP"]
     assert small.flops_per_token("encoder", 128) == full.flops_per_token("encoder", 128)
+
+
+def test_a_new_parameter_of_a_layer_counts_as_a_norm() -> None:
+    assert part_of("decoder.layers.0.attn_kept") == "decoder norms"
 
 
 def test_a_stack_is_described_in_words() -> None:
