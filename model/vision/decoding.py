@@ -32,9 +32,17 @@ def decode(data: bytes) -> Image.Image:
 
     This is what `transformers.image_utils.load_image` makes of the file. Transparency is dropped.
     """
+    return _opened(data, _as_rgb)
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
     from PIL import ImageOps
 
-    return _opened(data, lambda image: ImageOps.exif_transpose(image).convert("RGB"))
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode == "RGB":  # converting would copy it
+        image.load()
+        return image
+    return image.convert("RGB")
 
 
 def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:

@@ -247,7 +247,7 @@ def test_types_and_classes_are_the_installed_ones() -> None:
         assert own in (name, alias), alias
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"Esm"}))  # it is written in Python
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"Esm", "Siglip"}))  # they are written in Python
 def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
     made = tokenization_auto.tokenizer_class_from_name(f"{name}Tokenizer")
     taken = {
