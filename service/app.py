@@ -112,7 +112,7 @@ def create_app(
             await asyncio.to_thread(speech.close)
             await service.close()
 
-    accounts = Accounts(metrics, TABLE.tasks)
+    accounts = Accounts(metrics, TABLE)
     origins = CrossOrigins(settings.cors_origins)
     sites = Sites(origins, settings.allowed_hosts if settings.checks_host else None)
     guard = Guard(TABLE, settings.limits, keys, admins, tenants or Tenants(), sites)

@@ -7,7 +7,7 @@ refuses requests that are too large or have no valid key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +16,7 @@ from triptych.service.core.request_context import RequestContext, current, reque
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.guard import FREE_BYTES, BodyRoom, Guard, HeldBody
 from triptych.service.http.message_head import all_of, header_of
+from triptych.service.http.route_table import RouteTable
 from triptych.service.observability.logs import access
 from triptych.service.observability.metrics import Metrics
 from triptych.service.settings.service_settings import Limits
@@ -24,17 +25,16 @@ from triptych.service.settings.service_settings import Limits
 class Accounts:
     """The contexts, counts and access log of requests."""
 
-    def __init__(self, metrics: Metrics, tasks: Mapping[str, str]) -> None:
-        """Count in `metrics`; `tasks` has the task of a POST request by path."""
+    def __init__(self, metrics: Metrics, table: RouteTable) -> None:
         self._metrics = metrics
-        self._tasks = tasks
+        self._table = table
 
     def context(self, scope: Scope) -> RequestContext:
         """Return a context for a request that is not counted yet."""
         headers = scope["headers"]
         return RequestContext(
             request_id=request_id_from(header_of(headers, b"x-request-id")),
-            task=self._tasks.get(scope["path"]) if scope["method"] == "POST" else None,
+            task=self._table.tasks.get(scope["path"]) if scope["method"] == "POST" else None,
             path=scope["path"],
             scheme=scope.get("scheme", "http"),
             traceparent=header_of(headers, b"traceparent") or "",
@@ -51,6 +51,7 @@ class Accounts:
         """Count a request as rejected if it was not accepted, log it, and release what it holds."""
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
+        self._metrics.replied(self._table.path_of(scope["path"]), scope["method"], context.status)
         access(context, scope["method"], scope["path"])
         context.begin_reply()
         context.end()

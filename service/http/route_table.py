@@ -217,16 +217,18 @@ class RouteTable:
                 raise
             await render(error)(scope, receive, send)
 
+    def path_of(self, path: str) -> str:
+        """Return the path of the table that a request's path matches, such as `/requests/{id}`; "" without one."""
+        methods, _ = self._matching(path)
+        return next(iter(methods.values())).path if methods else ""
+
     def _find(self, scope: Scope) -> Route:
         """Return the route of a request; raises a 404 or 405."""
-        methods = self._fixed.get(scope["path"])
-        if methods is None:
-            for pattern, candidates in self._named:
-                if found := pattern.fullmatch(scope["path"]):
-                    scope["path_params"], methods = found.groupdict(), candidates
-                    break
-            else:
-                raise not_found("there is no such route; /docs lists them")
+        methods, parameters = self._matching(scope["path"])
+        if not methods:
+            raise not_found("there is no such route; /docs lists them")
+        if parameters:
+            scope["path_params"] = parameters
         route = methods.get(scope["method"])
         if route is None:
             allowed = ", ".join(sorted({*methods, *(("HEAD",) if "GET" in methods else ())}))
@@ -234,6 +236,16 @@ class RouteTable:
             headers = {"Allow": allowed}
             raise ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers)
         return route
+
+    def _matching(self, path: str) -> tuple[Mapping[str, Route], dict[str, str]]:
+        """Return the routes of a path by their methods, and the parameters in the path."""
+        fixed = self._fixed.get(path)
+        if fixed is not None:
+            return fixed, {}
+        for pattern, methods in self._named:
+            if found := pattern.fullmatch(path):
+                return methods, found.groupdict()
+        return {}, {}
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -36,6 +36,8 @@ _NAMES = {  # our name without its prefix: vLLM's names
     "request_queue_time_seconds": ("request_queue_time_seconds",),
     "prefill_seconds": ("request_prefill_time_seconds",),
     "decode_seconds": ("request_decode_time_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
     "batch_tokens": ("iteration_tokens_total",),
 }
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}

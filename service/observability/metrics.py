@@ -54,8 +54,9 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})  # a client may send any other word
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-
+_LENGTHS = (*_SIZES, 32_768, 65_536, 131_072)
 
 F = TypeVar("F", Counter, Histogram)
 
@@ -82,6 +83,10 @@ class Metrics:
         """Count a request to a model's route."""
         self._received.labels(context.task or "").inc()
 
+    def replied(self, route: str, method: str, status: int) -> None:
+        """Count a reply by its route, "" for none, and status; 499 if the client left before there was one."""
+        self._http.labels(route, method if method in _METHODS else "other", str(status or 499)).inc()
+
     def rejected(self, context: RequestContext, reason: str) -> None:
         """Count a request that was refused."""
         self._rejections.labels(context.model, reason).inc()
@@ -90,6 +95,7 @@ class Metrics:
         """Count a request that an engine accepted, and its prompt tokens."""
         self._accepted.labels(context.model, context.task or "").inc()
         self._prompt_tokens.labels(context.model).inc(context.tokens_in)
+        self._prompt_lengths.labels(context.model).observe(context.tokens_in)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
         """Count an accepted request that ended. Without an output its queue and prefill times have no meaning."""
@@ -105,6 +111,7 @@ class Metrics:
         if context.task == "generate":
             self._ttft.labels(model).observe(timings.ttft_ms / 1000)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
+            self._output_lengths.labels(model).observe(context.tokens_out)
 
     def generated(self, model: str) -> TokenTally:
         """Return the tally of the tokens that `model` generates; it is flushed at a request's end and at a scrape."""
@@ -282,6 +289,7 @@ class Metrics:
 
     def _make_counters(self) -> None:
         self._received = self.counter("requests_received_total", "Requests received on the routes of a task.", "task")
+        self._http = self.counter("http_requests_total", "Replies, by route and status.", "route", "method", "status")
         self._accepted = self.counter("requests_accepted_total", "Requests accepted by an engine.", "model", "task")
         self._rejections = self.counter("rejections_total", "Requests rejected, by reason.", "model", "reason")
         self._requests = self.counter(
@@ -337,6 +345,12 @@ class Metrics:
         self._tokenize = self.histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
         self._prefill = self.histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
         self._decode = self.histogram("decode_seconds", "Seconds from the first token to the end.")
+        self._prompt_lengths = self.histogram(
+            "request_prompt_tokens", "Prompt or input tokens of an accepted request.", buckets=_LENGTHS
+        )
+        self._output_lengths = self.histogram(
+            "request_generation_tokens", "Tokens that a request generated.", buckets=_LENGTHS
+        )
         self._step_seconds = self.histogram("step_seconds", "Seconds of an engine step, by kind.", "kind")
         self._batch_tokens = self.histogram("batch_tokens", "Tokens in the batch of a generation step.", buckets=_SIZES)
         self._batch_sequences = self.histogram(

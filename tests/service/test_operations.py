@@ -306,6 +306,8 @@ def test_metrics_add_up() -> None:
     }
     assert samples(app, "triptych_generation_tokens_total") == {("gen",): 4 + 3}
     assert samples(app, "triptych_prompt_tokens_total") == {("gen",): 6, ("enc",): 3}
+    assert samples(app, "triptych_request_prompt_tokens_sum") == {("gen",): 6, ("enc",): 3}
+    assert samples(app, "triptych_request_generation_tokens_sum") == {("gen",): 7}
     assert counted(app, "triptych_time_to_first_token_seconds_count") == {("gen",): 2}
     assert counted(app, "triptych_inter_token_latency_seconds_count") == {("gen",): 5}
     for name in (
@@ -334,6 +336,28 @@ def lines() -> Iterator[io.StringIO]:
     root.handlers[:] = before
     root.setLevel(level)
     logging.getLogger("uvicorn.access").disabled = False
+
+
+def test_replies_are_counted_by_route() -> None:
+    app = make_app()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        await client.post("/generate", json=GOOD)
+        await client.post("/generate", json={**GOOD, "n": 0})
+        for path in ("/requests/a", "/requests/b"):
+            await client.delete(path)
+        for path in ("/nope-1", "/nope-2"):
+            await client.request("NOPE", path)
+        await client.head("/livez")
+
+    run(app, work)
+    assert samples(app, "triptych_http_requests_total") == {  # labels by their names: method, route, status
+        ("POST", "/generate", "200"): 1,
+        ("POST", "/generate", "400"): 1,
+        ("DELETE", "/requests/{id}", "404"): 2,
+        ("other", "", "404"): 2,
+        ("HEAD", "/livez", "200"): 1,
+    }
 
 
 def test_the_access_line(lines: io.StringIO) -> None:

@@ -57,6 +57,8 @@ def test_the_figures_are_ours_under_the_other_names() -> None:
         ("inter_token_latency_seconds_sum", "inter_token_latency_seconds_sum"),
         ("e2e_request_latency_seconds_count", "e2e_request_latency_seconds_count"),
         ("iteration_tokens_total_count", "batch_tokens_count"),
+        ("request_prompt_tokens_sum", "request_prompt_tokens_sum"),
+        ("request_generation_tokens_bucket", "request_generation_tokens_bucket"),
     ):
         wanted = {
             frozenset(("model_name", value) if key == "model" else (key, value) for key, value in labels): figure
