@@ -35,6 +35,7 @@ from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.engine.builder import load, load_lora
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.llm_calls import Turns, checked_params, several
 from triptych.model.llm_speech import samples_of, transcribe
 from triptych.model.network.transformer import Transformer
 from triptych.model.speech.driver import Piece, Transcription
@@ -53,7 +54,8 @@ class LLM:
 
     Set `GOMP_SPINCOUNT=2000` in the environment before torch is imported: OpenMP reads it only then. Do not fork after
     a model has computed on a CPU with several threads: a fork does not copy threads, so torch's operations hang in the
-    child, and the native kernels raise `RuntimeError`. Start processes by spawn.
+    child, and the native kernels raise `RuntimeError`. Start processes by spawn. Threads may share a model: one call
+    computes at a time, and the others wait for it.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LLM:
         self._loaded = loaded
         self._generate = loaded.generate
         self._encode = loaded.encode
+        self._turns = Turns()
         for adapter, where in (lora or {}).items():
             self._load_adapter(adapter, where, engine)
 
@@ -126,7 +129,7 @@ class LLM:
         lora: str | None = None,
     ) -> list[str]:
         """Return the whole text of each prompt's first sequence. Takes and raises what `stream` does."""
-        prompts = _several(prompts)
+        prompts = several(prompts)
         texts = [""] * len(prompts)
         languages = {"source_language": source_language, "target_language": target_language}
         for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt, lora=lora):
@@ -158,26 +161,28 @@ class LLM:
         tokens before an encoder-decoder's output, start token included: Whisper's start, language, task and whether
         there are timestamps.
 
-        The engine runs only while the iterator is read, so only one call may be active. Raises `ConfigError` for
-        invalid requests, `EngineDeadError` if the engine fails.
+        The engine runs only while the iterator is read, and other calls wait until it is read to its end or closed.
+        Raises `ConfigError` for invalid requests, also for a second call of one thread meanwhile, and `EngineDeadError`
+        if the engine fails.
         """
         engine = self._generate
         if engine is None:
             raise ConfigError(f"{self.info.name} is {self.info.form} and does not generate")
-        prompts = _several(prompts)
+        prompts, params = several(prompts), checked_params(params)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)
         begin = self._decoder_prompt(decoder_prompt, target)
         requests = [
             replace(self._request(place, prompt, params, source, begin), model=self._named(lora))
             for place, prompt in enumerate(prompts)
         ]
-        try:
-            for request in requests:
-                engine.add(request)
-            yield from self._outputs(engine, [request.params for request in requests])
-        finally:  # also after an error or an early stop of the iteration
-            for request in requests:
-                engine.abort(request.request_id, None, FinishReason.CANCELLED)
+        with self._turns.one():
+            try:
+                for request in requests:
+                    engine.add(request)
+                yield from self._outputs(engine, [request.params for request in requests])
+            finally:  # also after an error or an early stop of the iteration
+                for request in requests:
+                    engine.abort(request.request_id, None, FinishReason.CANCELLED)
 
     def _outputs(self, engine: GenerateEngine, params: Sequence[SamplingParams]) -> Iterator[tuple[int, TokenOutput]]:
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
@@ -220,7 +225,8 @@ class LLM:
         if self._generate is None or log_mel is None or tokenizer is None:
             raise ConfigError(f"{self.info.name} does not transcribe speech")
         samples = samples_of(audio, log_mel.sampling_rate)
-        return transcribe(self._generate, self.checkpoint, tokenizer, samples, options or SpeechOptions(), emit)
+        with self._turns.one():
+            return transcribe(self._generate, self.checkpoint, tokenizer, samples, options or SpeechOptions(), emit)
 
     def encode(
         self,
@@ -243,8 +249,10 @@ class LLM:
         prompt, adapter = sentences.prompt(prompt_name, task), sentences.adapter(task)
         if task is not None and adapter is None and prompt_name not in (None, task):
             raise ConfigError(f"task and prompt_name contradict each other: {task!r} is a prompt too")
-        several = [inputs] if isinstance(inputs, str) else inputs
-        texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in several]
+        given = several(inputs, "inputs")
+        if not len(given):
+            raise ConfigError("inputs: expected at least one text or list of token ids, found none")
+        texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in given]
         skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [
             replace(
@@ -253,6 +261,11 @@ class LLM:
             )
             for position, text in enumerate(texts)
         ]
+        with self._turns.one():
+            vectors = self._vectors(requests)
+        return np.stack([vectors[request.request_id] for request in requests])
+
+    def _vectors(self, requests: Sequence[EncodeRequest]) -> dict[str, NDArray[np.float32]]:
         vectors: dict[str, NDArray[np.float32]] = {}
         try:
             for request in requests:
@@ -268,7 +281,7 @@ class LLM:
             for request in requests:
                 self._encode.abort(request.request_id, FinishReason.CANCELLED)
             self._encode.finish_pending()  # after an interrupt: a later call's inputs have the same ids
-        return np.stack([vectors[request.request_id] for request in requests])
+        return vectors
 
     def _encode_request(self, position: int, text: Prompt, skipped: int, adapter: int | None) -> EncodeRequest:
         ids, types = self._ids(text)
@@ -420,7 +433,10 @@ class LLM:
             return self._checked(prompt), ()
         if self.tokenizer is None:
             raise ConfigError(f"{self.info.name} has no tokenizer: give token ids")
-        encoded = self.tokenizer.encode(prompt)
+        try:
+            encoded = self.tokenizer.encode(prompt)
+        except TypeError:  # a lone surrogate, which no tokenizer takes
+            raise ConfigError(f"a prompt is no text that UTF-8 can hold: {prompt[:50]!a}") from None
         return self._checked(encoded.ids), encoded.type_ids
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -430,10 +446,6 @@ class LLM:
             if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= id < size:
                 raise ConfigError(f"token {place} of a prompt must be an id from 0 to {size - 1}, found {id!r}"[:200])
         return tuple(map(index, ids))
-
-
-def _several(prompts: Prompts) -> Sequence[Prompt | Source]:
-    return [prompts] if isinstance(prompts, str | Source) else prompts
 
 
 def _located(path: str | Path, *, pickle: bool) -> tuple[str, Path]:

@@ -60,7 +60,8 @@ MODEL = """
     pretrained
     names               : errors gguf checkpoint pretrained
     llm_speech          : errors api text checkpoint speech engine
-    llm                 : errors api text vision checkpoint speech network engine llm_speech names
+    llm_calls           : errors api
+    llm                 : errors api text vision checkpoint speech network engine llm_calls llm_speech names
     quantization        : errors config api native gguf checkpoint families families/table linear attention network
                           engine engine/planning llm
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -113,7 +114,8 @@ def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
         )
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from None
+        advice = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {reason}{advice}") from None
     with listener:
         yield listener
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,59 @@ def test_offline_generation_is_the_engines_and_becomes_text(kind: str, tmp_path:
     if kind == "llama-gqa":  # only the encoder-decoder can start without a prompt
         assert texts == [bytes_tokenizer().decode(direct.ids(one.request_id)) for one in made]
     assert all(texts)
+
+
+def test_threads_share_a_model_and_get_what_they_asked_for() -> None:
+    asked = [[prompt(10 + i), prompt(20 + i)] for i in range(6)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def ids(prompts: list[list[int]]) -> list[int]:
+        return [id for position, output in offline().stream(prompts, params) for id in (position, *output.token_ids)]
+
+    expected = [ids(one) for one in asked]
+    vectors = [offline().encode(one) for one in asked]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(ids, asked)), list(pool.map(offline().encode, asked))
+    assert found[0] == expected
+    assert all(map(np.array_equal, found[1], vectors))
+
+
+def test_a_second_call_of_a_thread_that_reads_a_stream_is_refused() -> None:
+    stream = offline().stream([prompt(5)], SamplingParams(max_tokens=4, ignore_eos=True))
+    next(stream)
+    for call in (lambda: next(offline().stream([prompt(6)])), lambda: offline().encode([prompt(7)])):
+        with pytest.raises(ConfigError, match="read it to its end, or close it"):
+            call()
+    assert len(list(stream)) == 3
+    abandoned = offline().stream([prompt(5)], SamplingParams(max_tokens=4))
+    next(abandoned)
+    del abandoned
+    assert offline().encode([prompt(7)]).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, None, "prompts: expected a text, or a list .* found NoneType"),
+        (b"abc", None, "found bytes"),
+        ([1, 2], None, "found int 1 at place 0"),
+        ([[1], None], None, "found NoneType None at place 1"),
+        ({"a": 1}, None, "found dict"),
+        ([[1]], 5, "params: expected a SamplingParams or a dict of its fields, found int 5"),
+        ([[1]], {"max_tokens": "2"}, "params: max_tokens: expected no text, found str '2'"),
+        ([[1]], {"stop": "x"}, "params: stop: expected a list of texts, found str 'x'"),
+        ([[1]], SamplingParams(temperature="1"), "params: temperature: expected no text"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_prompt_or_parameter_is_named(prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offline().generate(prompts, params)
+
+
+def test_inputs_are_needed_and_arrays_are_prompts() -> None:
+    with pytest.raises(ConfigError, match="inputs: expected at least one"):
+        offline().encode([])
+    assert np.array_equal(offline().encode(np.array([prompt(4)])), offline().encode([prompt(4)]))
 
 
 def test_nothing_is_said_behind_a_stop_string_that_drafts_go_beyond(tmp_path: Path) -> None:
