@@ -29,9 +29,7 @@ from triptych.loadtest.errors import ServerError, UsageError
 from triptych.loadtest.results import page
 from triptych.loadtest.runs import flags, output
 
-# Every event says its tokens, so that those of requests that have not ended at the end count.
-_COUNTED = '{"return_token_ids": true}'
-DECODER = ("--target", "openai-completions", "--extra", _COUNTED)
+DECODER = ("--target", "openai-completions")
 MIXED = (*DECODER, "--prompt-tokens", "uniform:32-512", "--output-tokens", "uniform:16-256")
 SINGLE = (*DECODER, "--prompt-tokens", "128", "--output-tokens", "64", "--concurrency", "1")
 LONG = (*DECODER, "--prompt-tokens", "2048", "--output-tokens", "2", "--concurrency", "1")
@@ -125,7 +123,8 @@ def _measure_all(
         try:
             with SERVERS[server].start(model, folder) as site:
                 for workload in missing:
-                    measured.add(turn, server, workload, *_load(site, folder, workload, options.scale))
+                    extra = SERVERS[server].extra if workload.load[: len(DECODER)] == DECODER else "{}"
+                    measured.add(turn, server, workload, *_load(site, folder, workload, extra, options.scale))
         except (Unsupported, ServerError) as error:
             unable[f"{model} {server}"] = str(error)
             print(f"{model}: {server}: {error}", file=sys.stderr, flush=True)
@@ -197,17 +196,17 @@ def _checked(line: Any) -> Json:
     return line
 
 
-def _load(site: Site, folder: Path, workload: Workload, scale: float) -> tuple[Json, float | None]:
+def _load(site: Site, folder: Path, workload: Workload, extra: str, scale: float) -> tuple[Json, float | None]:
     """Run the load generator in a process of its own; return the row's figures and the cores that others used.
 
-    Raises `ServerError`.
+    `extra`: fields of each request. Raises `ServerError`.
     """
     warmup, seconds = workload.warmup_s * scale, workload.measured_s * scale
     began, used = CpuClock.now(), site.cpu_s()
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "triptych.loadtest", "run", "--url", site.url, "--model", workload.model]
         command += ["--tokenizer", str(folder / "tokenizer.json"), "--out", out, "--quiet"]
-        command += ["--seed", str(WORKLOADS.index(workload)), "--drain", str(_DRAIN_S)]
+        command += ["--seed", str(WORKLOADS.index(workload)), "--drain", str(_DRAIN_S), "--extra", extra]
         command += ["--duration", f"{warmup + seconds:g}", "--warmup", f"{warmup:g}", *workload.load]
         ran = subprocess.run(command, capture_output=True, text=True)
     if not site.running or not ran.stdout.strip():

@@ -34,6 +34,7 @@ class Server:
 
     start: Callable[[str, Path], Site]  # of a benchmark model and its folder
     version: Callable[[], str]
+    extra: str = "{}"  # fields of a completion, with which its events say how many tokens they have
 
 
 def _triptych(name: str, folder: Path) -> Site:
@@ -124,7 +125,7 @@ def _own_version() -> str:
 
 SERVERS = {
     "triptych": Server(_triptych, _own_version),
-    "vllm": Server(_vllm, lambda: made("vllm").name),
+    "vllm": Server(_vllm, lambda: made("vllm").name, '{"return_token_ids": true}'),
     "llama.cpp": Server(_llama_cpp(), lambda: made("llama.cpp").name),
     "llama.cpp-plain": Server(_llama_cpp("--no-repack"), lambda: made("llama.cpp").name),  # weights as they are stored
 }

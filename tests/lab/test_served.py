@@ -54,7 +54,9 @@ class Run:
         self.log.append(f"{server} {model}")
         yield server
 
-    def _load(self, site: str, folder: Path, workload: served.Workload, scale: float) -> tuple[dict[str, float], float]:
+    def _load(
+        self, site: str, folder: Path, workload: served.Workload, extra: str, scale: float
+    ) -> tuple[dict[str, float], float]:
         self.log.append(workload.name)
         if len(self.log) == self.interrupted_at:
             raise KeyboardInterrupt
