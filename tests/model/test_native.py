@@ -94,6 +94,25 @@ DTYPES = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16}
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("kind", "group"), [(Kind.F32, 0), (Kind.BF16, 0), (Kind.INT8, 0), (Kind.INT8, 128), (Kind.INT4, 64)]
+)
+def test_many_threads_divide_rows_too_and_give_the_same_bits(kind: Kind, group: int) -> None:
+    """Check seven panels, which 12, 16 and 64 threads cannot divide alone."""
+    torch.manual_seed(0)
+    packed = packed_linear(library(), torch.randn(100, 150), torch.randn(100), kind, group)
+    x, before = torch.randn(603, 150), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 12, 16, 64):
+            torch.set_num_threads(threads)
+            found.append(packed(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.INT8])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_OF_MATRICES, (1, 1), (65, 130), (130, 256)])

@@ -1,8 +1,8 @@
 /* Matrix products by vectors: of few rows at the speed of memory, of many at that of the vector units.
  *
  * Invariant: each output is one chain of multiply-adds over k, ascending, whatever the number of rows, so a row's
- * result does not depend on its neighbours. Threads divide the outputs, never a sum. A matrix that may use AMX tiles
- * is multiplied by amx.c, in bfloat16 whatever the number of rows. */
+ * result does not depend on its neighbours. Threads divide the outputs (panels, and rows where there are many), never a
+ * sum. A matrix that may use AMX tiles is multiplied by amx.c, in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
 #include "amx.h"
@@ -19,6 +19,8 @@
 #endif
 #define MIN_TILED_INT8_ROWS 3 /* fewer are faster by vectors, and the bits are the same */
 #define L2_BYTES 524288       /* of weights that are used for all rows before the next */
+#define MIN_PART_ROWS 64      /* of one thread, where threads divide rows too */
+#define ROW_BLOCK 16          /* rows of a tile, which threads do not divide */
 #define CACHE_LINE 64         /* bytes; also what a step in k takes of a panel */
 #define PREFETCH_BYTES (32 * CACHE_LINE)
 
@@ -364,8 +366,25 @@ void gemm_panels(const PackedMatrix *matrix, Operand operand, int64_t rows, Outp
         multiply_panels(INT8, &p, rows, first, last);
 }
 
+/* Into how many parts to divide the rows, each computed by threads / parts threads, which divide the panels. More than
+ * one where that saves a tenth of what the busiest thread computes: its part reads all weights again. */
+static int row_parts(int64_t panels, int64_t rows, int threads) {
+    int64_t least = (panels + threads - 1) / threads * rows;
+    int parts = 1;
+    for (int p = 2; p <= threads && rows / p >= MIN_PART_ROWS; p++) {
+        int64_t each = threads / p, most = (panels + each - 1) / each * ((rows + p - 1) / p);
+        if (threads % p == 0 && 10 * most < 9 * least) least = most, parts = p;
+    }
+    return parts;
+}
+
 void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
           float *scratch) {
-    int64_t count = panel_count(matrix);
-    gemm_panels(matrix, operand, rows, output, count * thread / threads, count * (thread + 1) / threads, scratch);
+    int64_t count = panel_count(matrix), parts = row_parts(count, rows, threads), each = threads / parts;
+    int64_t part = thread % parts, place = thread / parts, blocks = round_up(rows, ROW_BLOCK) / ROW_BLOCK;
+    int64_t first = blocks * part / parts * ROW_BLOCK, last = min_i64(rows, blocks * (part + 1) / parts * ROW_BLOCK);
+    operand.rows = (const char *)operand.rows + first * operand.stride * element_bytes(operand_kind(matrix));
+    if (operand.scale) operand.scale += first;
+    output.rows = (char *)output.rows + first * output.stride * (output.bf16_rows ? 2 : 4);
+    gemm_panels(matrix, operand, last - first, output, count * place / each, count * (place + 1) / each, scratch);
 }
