@@ -68,9 +68,15 @@ def template_files(folder: Path, own: Path | None = None) -> TemplateFiles | Non
 
 
 def read_template(file: Path) -> str:
-    """Return the template in a file; raises `TemplateError`."""
+    """Return the template in a file, also in one such as tokenizer_config.json; raises `TemplateError`."""
+    shown, file = file, file.resolve()  # its folder has a name then
+    if file.suffix == ".json" and has_file(file):
+        named = _named(file.parent, file.name, read_json(file).get("chat_template"))
+        return TemplateFiles(named, {}).default(f"{file.parent.name}: {file.name}")
     if not (text := _text(file.parent, file)):
-        raise TemplateError(f"{file}: {'the file is empty' if has_file(file) else 'no such file'}; expected a template")
+        raise TemplateError(
+            f"{shown}: {'the file is empty' if has_file(file) else 'no such file'}; expected a template"
+        )
     return text
 
 

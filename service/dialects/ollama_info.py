@@ -15,7 +15,7 @@ from triptych.service.http.bodies import LATEST
 from triptych.service.http.json_replies import Json
 from triptych.service.lifecycle.state import Service
 
-API_VERSION: Final = "0.32.0"  # the version of Ollama whose API this is: programs ask for a lowest one
+API_VERSION: Final = "0.35.0"  # the version of Ollama whose API this is: programs ask for a lowest one
 _NEVER = "2300-01-01T00:00:00Z"  # the end of a model that stays loaded
 _FORMATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INSERTS = "{{ .Prompt }}{{ .Suffix }}"  # programs look for `.Suffix` in a template

@@ -113,6 +113,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], 
     assert code == 1 and not report["ok"] and report["name"] == "own.jinja"
     assert {check["name"]: check["result"] for check in report["checks"]}["turns"] == "no"
     assert ran("--template", str(file), capsys=capsys)[0] == 1
+    (config := tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": HERMES}), encoding="utf-8")
+    assert ran("--template", str(config), capsys=capsys)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -123,11 +125,25 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], 
         (("--template", "missing.jinja"), "missing.jinja: no such file"),
         (("no-such-folder/",), "no-such-folder"),
         (("--template", "{bad}"), "does not render (syntax)"),
+        (("--template", "."), "here is a folder, expected a file"),
+        (("--template", "bin.jinja"), "here: bin.jinja cannot be read as text"),
+        (("--template", "number.json"), "here: number.json: chat_template must be a text"),
+        (("--template", "none.json"), "here: none.json: its named chat templates (none) have none called default"),
     ],
 )
 def test_what_cannot_be_read_exits_2(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    Path("bin.jinja").write_bytes(b"\xff")
+    Path("number.json").write_text('{"chat_template": 5}', encoding="utf-8")
+    Path("none.json").write_text("{}", encoding="utf-8")
     (tmp_path / "bad.jinja").write_text("{% if %}", encoding="utf-8")
     code, out, error = ran(*(one.format(bad=tmp_path / "bad.jinja") for one in arguments), capsys=capsys)
     assert (code, out) == (2, "") and message in error and error.count("\n") == 1
