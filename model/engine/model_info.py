@@ -21,7 +21,7 @@ from triptych.model.config.sharding import Shard
 from triptych.model.engine.execution.model_runner import ModelRunner
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.planning.cache_budget import Context, kv_bytes_per_token
-from triptych.model.engine.planning.kernels import choose_dtype
+from triptych.model.engine.planning.kernels import choose_dtype, stacks_of_torch
 from triptych.model.linear.base import linears
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.linear.fp8 import keeps
@@ -62,6 +62,9 @@ def describe_model(
         dtype, reason = kept, f"the nearest to {_names(config)}, as the checkpoint stores it"
     elif config.stored_as:
         reason += f"; stored as {_names(config)}"
+    why = selection.reason
+    if selection.backend.name == "native":
+        why += "".join(f"; torch computes the {name}: {told}" for name, told in stacks_of_torch(config).items())
     return ModelInfo(
         name=spec.name,
         form=config.form,
@@ -72,7 +75,7 @@ def describe_model(
         dtype_reason=reason,
         device=str(device),
         attention_backend=selection.backend.name,
-        attention_reason=selection.reason,
+        attention_reason=why,
         max_model_len=context.tokens,
         max_model_len_reason=context.reason,
         max_num_seqs=limits.max_num_seqs,

@@ -112,6 +112,8 @@ def test_what_computes_attention_is_told_with_the_reason() -> None:
         info = load(spec).info
         return info.attention_backend, info.attention_reason
 
-    assert told("gemma3")[0] == "native"
+    backend, reason = told("gemma3")
+    assert backend == "native" and "torch computes" not in reason
+    assert told("apertus")[1] == f"{reason}; torch computes the decoder: layer 0 has xIELU"
     reason = "torch scaled_dot_product_attention: the native kernels add no bias that depends on the query"
     assert told("xlnet") == ("sdpa", reason)

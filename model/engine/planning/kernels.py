@@ -64,6 +64,12 @@ def select_kernels(
     return replace(select_backend(device, dtype, "sdpa"), reason=f"torch scaled_dot_product_attention: {reason}")
 
 
+def stacks_of_torch(config: ModelConfig) -> dict[str, str]:
+    """Return the names of stacks whose layers C does not compute, each with the reason."""
+    reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items() if stack.layers}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def check_kernels(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Raise `ConfigError` for settings that need the C kernels, if those do not compute the model."""
     if engine.quantization == "fp8" and selection.library is not None:
@@ -71,8 +77,7 @@ def check_kernels(engine: EngineConfig, config: ModelConfig, selection: Selectio
             "quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8 and int4"
         )
     if selection.library is not None:
-        reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items() if stack.layers}
-        left = {name: reason for name, reason in reasons.items() if reason is not None}
+        left = stacks_of_torch(config)
         if left and engine.quantization != "none":
             raise ConfigError(
                 f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
