@@ -62,7 +62,7 @@ WORKLOADS = (
     Workload("D2", "x64", (*MIXED, "--concurrency", "64"), ("tokens", "between"), 35, 40),
     Workload("D3", "one stream", SINGLE, ("tokens",), 8, 20),
     Workload("D3", "x16", (*MIXED, "--concurrency", "16"), ("tokens",), 30, 40),
-    Workload("D3", "a prompt of 2,048", LONG, ("first",), 4, 30),
+    Workload("D3", "a prompt of 2,048", LONG, ("first",), 0, 40),
     Workload("N2", "16 clients x 1 text", (*TEXTS, "--texts", "1", "--concurrency", "16"), ("requests",), 3, 12),
     Workload("N2", "8 clients x 16 texts", (*TEXTS, "--texts", "16", "--concurrency", "8"), ("requests",), 8, 20),
 )

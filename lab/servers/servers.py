@@ -24,7 +24,7 @@ from lab.servers.environments import made, preloaded
 
 SEQUENCES = 64
 SEQUENCE_TOKENS = 2304  # of a prompt and its output, at most
-_START_S = 2400.0  # vLLM compiles at its first start, for some 15 minutes on two busy cores
+_START_S = 2400.0  # at a first start vLLM compiles, for some 15 minutes on two busy cores
 _CACHE_GB = 2
 
 
@@ -39,7 +39,7 @@ class Server:
 
 def _triptych(name: str, folder: Path) -> Site:
     options = ("--runtime", "local", "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES))
-    return Site([f"{name}={folder}", *options], every_core=True)
+    return Site([f"{name}={folder}", *options], start_s=_START_S, every_core=True)
 
 
 def _vllm(name: str, folder: Path) -> Site:
