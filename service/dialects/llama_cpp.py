@@ -7,9 +7,9 @@ server's defaults. `samplers` and the slot have no counterpart.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import Discriminator, Field, Tag
 
 from triptych.model.api.sampling_params import LineStop
 from triptych.model.text.detokenizer import LINE_STOP
@@ -44,6 +44,19 @@ _SLOT = "the service chooses where a request runs"
 _CACHED = "prefixes are cached"
 _OFF = "it is only read with a field that is refused"
 _COUNTS = ("n_predict", "max_tokens", "max_completion_tokens")
+
+
+def _kind_of_bias(value: Any) -> str:
+    return "<false>" if isinstance(value, bool) else "<number>"
+
+
+_Bias = Annotated[
+    Annotated[float, Tag("<number>")] | Annotated[Literal[False], Tag("<false>")], Discriminator(_kind_of_bias)
+]
+Biases = Annotated[
+    Annotated[dict[TokenId, float], Tag("<object>")] | Annotated[list[tuple[TokenId, _Bias]], Tag("<pairs>")],
+    Discriminator(lambda value: "<pairs>" if isinstance(value, list) else "<object>"),
+]
 
 
 class ExtraFile(DialectBody):
@@ -84,7 +97,7 @@ class InfillBody(Extended, Parameters):
         "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
         examples=[64],
     )
-    logit_bias: dict[TokenId, float] | list[tuple[TokenId, float | StrictBool]] | None = Field(
+    logit_bias: Biases | None = Field(
         None, description="As in /generate, or as pairs; false: never.", examples=[[[42, -5.0]]]
     )
     n_probs: int | None = Field(

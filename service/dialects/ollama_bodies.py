@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from triptych.service.dialects.common import (
@@ -38,11 +38,17 @@ def _seconds(value: float | str) -> float:
     return math.inf if value < 0 else float(value)
 
 
-KeepAlive = Annotated[
-    float | Annotated[str, Field(max_length=64)] | None,
-    AfterValidator(lambda value: None if value is None else _seconds(value)),
+def _by(kind: type) -> Discriminator:
+    """Return how a union with a member of this type is decided, so that errors name the field and no member."""
+    return Discriminator(lambda value: "<this>" if isinstance(value, kind) else "<other>")
+
+
+_Seconds = Annotated[Annotated[str, Field(max_length=64), Tag("<this>")] | Annotated[float, Tag("<other>")], _by(str)]
+KeepAlive = Annotated[_Seconds | None, AfterValidator(lambda value: None if value is None else _seconds(value))]
+Format = Annotated[Annotated[dict[str, Any], Tag("<this>")] | Annotated[Literal["", "json"], Tag("<other>")], _by(dict)]
+Think = Annotated[
+    Annotated[Literal["low", "medium", "high", "max"], Tag("<this>")] | Annotated[bool, Tag("<other>")], _by(str)
 ]
-Format = Annotated[Literal["", "json"] | dict[str, Any] | None, Field(union_mode="left_to_right")]
 OfTheMachine = Annotated[Any, Ignored("the service's settings decide about the hardware")]
 OfTheFirstServers = Annotated[Any, Ignored("Ollama ignores it too")]
 
@@ -119,11 +125,11 @@ class WritingBody(OllamaBody):
     """The fields of chats and prompts."""
 
     stream: bool | None = Field(None, description="Answer as lines of JSON; default: true.", examples=[False])
-    format: Format = Field(
+    format: Format | None = Field(
         None, description="`json`, or a JSON schema that the answer matches.", examples=["json", SCHEMA_EXAMPLE]
     )
     options: Options | None = Field(None, description="Parameters of the generation.")
-    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+    think: Think | None = Field(
         None,
         description="Whether, or how much, to reason; default: true for models that can. A 400 for models that cannot.",
         examples=[False],
@@ -224,7 +230,7 @@ class OllamaGenerateBody(WritingBody):
 class OllamaEmbedBody(OllamaBody):
     """Turn texts into vectors of length 1, as Ollama does."""
 
-    input: str | list[Text] | None = Field(
+    input: Annotated[Annotated[list[Text], Tag("<this>")] | Annotated[str, Tag("<other>")], _by(list)] | None = Field(
         None, description="A text, or several.", examples=["a cat", ["a cat", "a dog"]]
     )
     truncate: bool | None = Field(
