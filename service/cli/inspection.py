@@ -126,7 +126,10 @@ def _stacks(checkpoint: Checkpoint) -> Table:
     for row in next(iter(stacks.values())):
         table.add_row(row, *(stack[row] for stack in stacks.values()))
     limit = checkpoint.config.max_positions
-    table.add_row("context", *[f"{limit} tokens" if limit else "unlimited"] * len(stacks))
+    contexts = dict.fromkeys(stacks, f"{limit} tokens" if limit else "unlimited")
+    if checkpoint.config.vision is not None and (image := checkpoint.config.image) is not None:
+        contexts["vision"] = f"{image.num_tokens} rows of an image"
+    table.add_row("context", *contexts.values())
     return table
 
 

@@ -18,6 +18,7 @@ from triptych.model.engine.builder import load
 from triptych.model.engine.encode_engine import EncodeEngine
 from triptych.model.engine.scheduling.scheduled_step import StepBudget
 from triptych.model.errors import ConfigError
+from triptych.service.cli.inspection import show
 
 KINDS = ("clip", "siglip")
 SHAPE = (3, 34, 34)
@@ -158,6 +159,12 @@ def test_folders_that_are_refused(kind: str, part: str, changes: dict[str, objec
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=words):
         read_checkpoint(folder)
+
+
+def test_inspect_shows_both_stacks(capsys: pytest.CaptureFixture[str]) -> None:
+    show("clip", saved("clip").path, context=20, memory=1 << 30)
+    shown = capsys.readouterr().out
+    assert "17 rows of an image" in shown and "20 tokens" in shown and "space of texts and images" in shown
 
 
 def test_both_stacks_are_not_split_over_gpus() -> None:
