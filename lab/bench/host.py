@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class EmptyModel:
     encoder = None
     backend = SimpleNamespace(graph_safe=False)
     linear = SimpleNamespace(collective=None)  # not divided over ranks
+    lora: Mapping[str, Any] = MappingProxyType({})  # adapters
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
