@@ -152,7 +152,7 @@ _MOVED_BY = {
 
 
 def _cache(name: str, folder: Path) -> Check:
-    there = next((one for one in (folder, *folder.parents) if one.exists()), Path("/"))
+    there = next((one for one in (folder, *folder.parents) if os.path.exists(one)), Path("/"))
     if not os.access(there, os.W_OK | os.X_OK):
         return Check(name, "warning", f"{folder} cannot be written", f"set {_MOVED_BY[name]} to a folder of your own")
     if there == folder and name != "hub cache" and (reason := untrusted(folder.stat())):

@@ -61,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except OSError as error:
+        if arguments.verbose or error.filename is None:
+            raise
+        print(f"triptych: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        code = 2
     sys.exit(code)
 
 

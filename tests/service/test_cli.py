@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -151,6 +152,18 @@ def test_the_engine_gets_no_signals_before_it_ignores_them(monkeypatch: pytest.M
     monkeypatch.setattr("subprocess.Popen", blocked)
     found: object = start_child("module", descriptors=[])
     assert found == blocked() | {signal.SIGINT, signal.SIGTERM} != blocked()
+
+
+@pytest.mark.parametrize("name", ["/secret/model", b"/secret/model"])
+def test_a_path_that_may_not_be_read_is_one_line(name: str | bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    monkeypatch.setitem(main._COMMANDS, "inspect", looks)
+    run = triptych_here("inspect", "/secret/model")
+    assert (run.returncode, run.stderr) == (2, "triptych: /secret/model: Permission denied\n")
+    with pytest.raises(PermissionError):
+        main.main(("-v", "inspect", "/secret/model"))
 
 
 def test_without_a_command_the_help_is_shown() -> None:

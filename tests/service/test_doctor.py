@@ -102,6 +102,16 @@ def test_a_cache_that_cannot_be_made_is_why_there_are_no_kernels(
     assert "XDG_CACHE_HOME" in found["kernels cache"]["advice"] and "HF_HOME" in found["hub cache"]["advice"]
 
 
+def test_a_cache_below_a_folder_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> bool:
+        raise PermissionError("as Path.exists does before Python 3.12")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", refused)
+        patched.setattr(os, "access", lambda *_: False)
+        assert "cannot be written" in doctor._cache("hub cache", tmp_path / "hub").found
+
+
 def test_caches_that_others_can_write_are_named(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     (own_cache / "triptych").mkdir()
     (own_cache / "triptych" / "weights").mkdir()
