@@ -42,7 +42,7 @@ class ForcedRunner:
 
     def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
-        self._runner.encode_ahead(source, layers)
+        self._runner.encode_ahead(source, layers, model)
 
     def forget_ahead(self) -> None:
         """Forget the source that was begun so."""

@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "stack.h"
+#include "low_rank.h"
 
 int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads);
 void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads);
@@ -433,6 +433,35 @@ static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, i
     }
 }
 
+/* What an adapter adds to the projection of a matrix, in two parts; the last outputs of one are left alone. */
+static Addition addition(const Stack *stack, const PackedMatrix *matrix, int64_t rank) {
+    int64_t half = matrix->n / 2, sizes[] = {half, matrix->n - half - 1};
+    LowRank *parts = room(2 * sizeof *parts);
+    for (int64_t i = 0; i < 2; i++) {
+        parts[i].down = packed(stack->dtype, rank, matrix->k, 0, stack->tiles);
+        parts[i].up = packed(stack->dtype, sizes[i], rank, 0, stack->tiles);
+        parts[i].first_output = i * half, parts[i].scale = 0.5f;
+    }
+    return (Addition){2, parts};
+}
+
+/* An adapter of all projections that may have one. */
+static const Addition *adapter(const Model *m, int64_t rank) {
+    Addition *found = memset(room(LAYERS * ADAPTED * sizeof *found), 0, LAYERS * ADAPTED * sizeof *found);
+    for (int64_t i = 0; i < LAYERS; i++) {
+        const Layer *layer = m->order[i];
+        Addition *of = found + i * ADAPTED;
+        of[ATTENTION_INPUT] = addition(&m->stack, &layer->self.input, rank);
+        of[ATTENTION_OUTPUT] = addition(&m->stack, &layer->self.output, rank);
+        if (layer->has_cross) of[CROSS_INPUT] = addition(&m->stack, &layer->cross.input, rank);
+        if (layer->has_cross) of[CROSS_OUTPUT] = addition(&m->stack, &layer->cross.output, rank);
+        if (layer->mlp.experts) continue;
+        of[MLP_UP] = addition(&m->stack, &layer->mlp.up, rank);
+        of[MLP_DOWN] = addition(&m->stack, &layer->mlp.down, rank);
+    }
+    return found;
+}
+
 static void run_model(const Model *m, Step step, int64_t threads) {
     RotaryTable *rotary = room(2 * sizeof *rotary);
     rotary[0] = (RotaryTable){floats(step.rows * 8), floats(step.rows * 8), 8, 0, floats(step.rows)};
@@ -443,6 +472,12 @@ static void run_model(const Model *m, Step step, int64_t threads) {
     int64_t width = m->layers[2].cross.shape.heads * m->layers[2].cross.shape.dim;
     if (queries) queries[2] = room(step.rows * width * 4), step.cross_queries = queries;
     float *x = floats(step.rows * m->stack.hidden);
+    if (step.rows > 2) { /* rows of one adapter, of another, and of none */
+        AdapterRun *runs = room(2 * sizeof *runs);
+        runs[0] = (AdapterRun){1, step.rows / 2, adapter(m, 5)};
+        runs[1] = (AdapterRun){step.rows / 2, step.rows - 1, adapter(m, 33)};
+        step.num_runs = 2, step.runs = runs, step.rank_width = 4 * 64;
+    }
     for (int64_t half = 0; half < 2; half++) { /* a step that pauses between two layers */
         step.first_layer = half * LAYERS / 2, step.last_layer = (half + 1) * LAYERS / 2;
         run_stack(&m->stack, &step, x, room(scratch_bytes(&m->stack, &step, threads)), threads);

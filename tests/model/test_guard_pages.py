@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 _SECONDS = 900
 FILES = (
     *("test_native", "test_native_layers", "test_native_groups", "test_native_experts", "test_native_delta"),
-    *("test_native_encoders", "test_top_k", "test_tiles"),
+    *("test_native_encoders", "test_top_k", "test_tiles", "test_lora"),
 )
 _LINUX = sys.platform == "linux" and bool(native_backends())
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _LINUX, reason="there is no GCC here, or no Linux")]
