@@ -556,7 +556,6 @@ OPTIONS: tuple[Option, ...] = (
         "number of threads of each replica that compute on the CPU, at most its cores",
         shown="OMP_NUM_THREADS, else the CPUs that the process may use, divided among the replicas",
         group=groups.SERVICE,
-        common=True,
     ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads", group=groups.SERVICE),
     Option(

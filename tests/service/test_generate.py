@@ -399,4 +399,4 @@ def test_offline_bounds_are_those_of_the_body() -> None:
         for beyond in (least - 1e-3 if "minimum" in numbers else least, most + 1, float("nan")):
             with pytest.raises(ConfigError, match=name):
                 check_value(name, beyond)
-    assert len(found) == 19, found
+    assert len(found) == 20, found

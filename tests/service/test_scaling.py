@@ -85,7 +85,7 @@ def test_settings() -> None:
 
 @pytest.mark.parametrize("text", ["x", "-1", "1-", "1-2-3", ""])
 def test_bad_numbers_of_replicas_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected a number, or a range such as 1-4"):
+    with pytest.raises(ConfigError, match="expected a number, a range such as 1-4, or auto"):
         parse(f"--replicas={text}")
 
 
