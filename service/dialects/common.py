@@ -40,6 +40,17 @@ class DialectBody(Body):
     """
 
 
+RepeatLastN = Annotated[
+    int | None,
+    Field(
+        ge=-1,
+        description="How many tokens the penalties look at, the last ones of prompt and output; -1: all; 0 switches "
+        "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
+        examples=[64],
+    ),
+]
+
+
 class Extended(DialectBody):
     """The native fields that every dialect has in addition to its own."""
 

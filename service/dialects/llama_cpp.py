@@ -22,6 +22,7 @@ from triptych.service.dialects.common import (
     NotFilled,
     NotTrue,
     Refused,
+    RepeatLastN,
     json_format,
     native_generate,
     native_penalties,
@@ -90,13 +91,7 @@ class InfillBody(Extended, Parameters):
     stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
     seed: int | None = Field(None, description="As in /generate; -1: random.", examples=[7])
     repeat_penalty: float | None = Field(None, description="`repetition_penalty` of /generate.", examples=[1.0])
-    repeat_last_n: int | None = Field(
-        None,
-        ge=-1,
-        description="How many tokens the penalties look at, the last ones of prompt and output; -1: all; 0 switches "
-        "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
-        examples=[64],
-    )
+    repeat_last_n: RepeatLastN = None
     logit_bias: Biases | None = Field(
         None, description="As in /generate, or as pairs; false: never.", examples=[[[42, -5.0]]]
     )

@@ -16,6 +16,7 @@ from triptych.service.dialects.common import (
     NotFilled,
     NotTrue,
     Refused,
+    RepeatLastN,
     native_field,
 )
 from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, FunctionTool, ToolBody
@@ -79,13 +80,7 @@ class Options(DialectBody, Parameters):
         description="`repetition_penalty` of /generate. Default: the checkpoint's, else 1.",
         examples=[1.1],
     )
-    repeat_last_n: int | None = Field(
-        None,
-        ge=-1,
-        description="How many tokens the penalties look at, the last ones of prompt and output; -1: all; 0 switches "
-        "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
-        examples=[64],
-    )
+    repeat_last_n: RepeatLastN = None
     draft_num_predict: int | None = Field(
         None, description="`num_speculative_tokens` of /generate. The output does not depend on it.", examples=[8]
     )
