@@ -173,10 +173,11 @@ class ModelLoader:
         began = time.monotonic()
         outcome: _Outcome = "failed"
         try:
+            # The limit is that of this load: waiting for a turn, or for the base's own load, does not count.
             async with (
-                asyncio.timeout(self._settings.load_timeout_s),
                 self._base_in_use(model.spec) as base,
                 self._turn,
+                asyncio.timeout(self._settings.load_timeout_s),
             ):
                 served = await self._load_now(model, base)
         except asyncio.CancelledError:

@@ -387,6 +387,16 @@ def test_a_load_that_takes_too_long_is_given_up(folder: Path) -> None:
     assert "load_timeout" in reply.json()["error"]["message"]
 
 
+def test_the_time_limit_of_a_load_begins_with_its_turn(folder: Path) -> None:
+    app = make(folder, load_delay_s=0.5, load_timeout_s=0.9)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        replies = await asyncio.gather(*(load(client, name, path=name) for name in ("one", "two")))
+        assert [reply.status_code for reply in replies] == [200, 200], [reply.text for reply in replies]
+
+    run(app, work)
+
+
 def test_a_model_lost_with_the_engine_is_told_and_loaded_again(folder: Path) -> None:
     app = make(folder)
 
