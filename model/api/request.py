@@ -70,6 +70,28 @@ def audio_source(features: bytes, shape: tuple[int, int], num_positions: int) ->
     return Source(SourceKind.AUDIO, num_positions, digest, features=features, shape=shape)
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """A picture in a prompt: its rows take the place of the vectors of some tokens from `start` on.
+
+    The prompt has the model's image token at each of these places. They follow each other, but for one other token
+    after each run of `row_length` where that is not 0 (the line breaks of Pixtral).
+    """
+
+    start: int
+    source: Source
+    row_length: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One more than the place of its last row."""
+        return self.place(self.source.num_positions - 1) + 1
+
+    def place(self, row: int) -> int:
+        """Return which token of the prompt a row takes the place of."""
+        return self.start + row + (row // self.row_length if self.row_length else 0)
+
+
 def _digest(kind: SourceKind, *parts: bytes) -> bytes:
     """SHA-256 over the kind and the parts. Each part follows its length, so other parts give another digest."""
     pieces = [kind.encode()]
@@ -150,6 +172,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     source: Source | None = None
+    images: tuple[ImageSpan, ...] = ()  # pictures that the prompt holds, in order
     priority: int = parameter(
         0,
         "Lower is served first; equal ones in order of arrival. At least `min_priority` of `/info`.",

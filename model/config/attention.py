@@ -74,6 +74,14 @@ class RotaryConfig:
         None  # how many of `dim` are rotated, those with the shortest wavelengths (Gemma 4); None: all
     )
 
+    # How many pairs of dimensions turn by each coordinate of a position, in this order; empty: all by the same. Of a
+    # text the coordinates are equal.
+    sections: tuple[int, ...] = ()
+    in_turn: bool = (
+        False  # pairs alternate while a later section has any left, the others are the first one's (Qwen3-VL)
+    )
+    frequencies_again: bool = False  # each section has the same frequencies, from the first on (towers)
+
     @property
     def by_length(self) -> bool:
         """Whether keys turn otherwise once a sequence leaves the original context."""
@@ -94,6 +102,8 @@ class RotaryConfig:
             raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
             raise ConfigError(f"rope scaling {self.scaling} needs the original context")
+        if self.sections and not self.in_turn and sum(self.sections) != self.dim // 2:
+            raise ConfigError(f"{self.dim // 2} pairs of dimensions turn by coordinates, found {sum(self.sections)}")
         if self.turning is not None and (self.turning % 2 or not 0 <= self.turning <= self.dim):
             raise ConfigError(f"of {self.dim} rotary dimensions an even number turns, found {self.turning}")
         lists = (self.short_factors, self.long_factors)

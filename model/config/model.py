@@ -19,6 +19,7 @@ from triptych.model.config.attention import (
 from triptych.model.config.bounds import require_numbers, require_positive
 from triptych.model.config.formats import Storage
 from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig, MLPConfig
+from triptych.model.config.pictures import PicturesConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
 
@@ -282,6 +283,7 @@ class ModelConfig:
     image: ImageConfig | None = None
     vision: StackConfig | None = None
     joint: JointConfig | None = None
+    pictures: PicturesConfig | None = None  # which a decoder reads in its prompts
     audio: AudioConfig | None = None  # likewise; its decoder has tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None
@@ -303,6 +305,8 @@ class ModelConfig:
             raise ConfigError("a model reads tokens, or images by its encoder")
         if (self.joint is not None) != (self.vision is not None) or (self.vision is not None and self.image is None):
             raise ConfigError("a stack for images needs their patches, and makes vectors of a space with texts")
+        if self.pictures is not None and not (self.form == "decoder-only" and self.head is not None):
+            raise ConfigError("a model that reads pictures in its prompts is a decoder that generates")
         if self.audio is not None and self.form != "encoder-decoder":
             raise ConfigError("a model that reads sound is an encoder-decoder")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
@@ -328,7 +332,8 @@ class ModelConfig:
 
     @property
     def stacks(self) -> dict[str, StackConfig]:
-        named = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision}
+        tower = None if self.pictures is None else self.pictures.tower
+        named = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision, "tower": tower}
         return {name: stack for name, stack in named.items() if stack is not None}
 
     @property

@@ -1,0 +1,72 @@
+"""How a decoder reads pictures, as data: patches, a stack of layers over them, and what makes tokens' vectors of them.
+
+A picture is a `Source` of pixels. Its rows come out of the tower and the merger, and take the place of the vectors of
+the prompt's image tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.model.config.attention import NormConfig
+from triptych.model.config.bounds import require_positive
+from triptych.model.config.layer import Activation
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PatchConfig:
+    """A picture of any size as a sequence of square patches, each multiplied with one matrix.
+
+    `merge` patches a side make a block. The patches of a block follow each other, and the merger makes one row of them.
+    """
+
+    size: int  # pixels a side
+    merge: int = 1
+    channels: int = 3
+    frames: int = 1  # a picture counts as this number of equal frames of a film, read by one product (Qwen)
+    bias: bool = True
+    grid: int | None = None  # positions a side of a learned table, resampled bilinearly to a picture's patches
+
+    def __post_init__(self) -> None:
+        require_positive(size=self.size, merge=self.merge, channels=self.channels, frames=self.frames)
+
+    @property
+    def elements(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.frames * self.size**2
+
+    @property
+    def cell(self) -> int:
+        """Pixels a side of a block."""
+        return self.size * self.merge
+
+    def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the rows and columns of blocks of a picture of `shape` (channels, height, width)."""
+        return shape[1] // self.cell, shape[2] // self.cell
+
+
+@dataclass(frozen=True, slots=True)
+class MergerConfig:
+    """The rows of a block become one: `out(act(inner([norm(x_1); ...; norm(x_n)])))`."""
+
+    norm: NormConfig
+    activation: Activation
+    inner: int  # width between the two products
+    norm_last: bool = False  # over the joined rows, not over each
+
+
+@dataclass(frozen=True, slots=True)
+class PicturesConfig:
+    """The pictures of a decoder."""
+
+    token_id: int  # of each place that a row of a picture takes
+    patches: PatchConfig
+    tower: StackConfig
+    merger: MergerConfig
+    both_ways: bool = False  # the tokens of one picture see each other both ways (Gemma 3)
+
+    def __post_init__(self) -> None:
+        if self.tower.causal:
+            raise ConfigError("the patches of a picture see each other both ways")
