@@ -196,7 +196,7 @@ class AsyncEngine:
                 if request.request_id in self._encodes:
                     if encoding.has_sent(request.request_id):
                         self.abort(request.model, request.request_id, None, FinishReason.CANCELLED)
-                    self.release(request.request_id)
+                    self.release(request.model, request.request_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""
@@ -227,6 +227,10 @@ class AsyncEngine:
     def stats(self) -> dict[str, EngineStats]:
         return {name: model.current_stats for name, model in self._table.served.items()}
 
+    def num_running(self, model: str) -> int:
+        """Return the number of sequences that run in a model's engine."""
+        return self._table.running(model)
+
     def demand(self) -> dict[str, Demand]:
         """Return the demand of each model, by name; that of adapters is part of their base's."""
         served = self._table.served.items()
@@ -244,11 +248,11 @@ class AsyncEngine:
         """Note that a request has an output: its tokens wait no more."""
         self._table.mark_started(model, request_id, cached_tokens)
 
-    def release(self, request_id: str) -> None:
+    def release(self, model: str, request_id: str) -> None:
         """Remove a request that has ended: it no longer counts in admission control and gets no more outputs."""
         self._streams.pop(request_id, None)
         self._encodes.pop(request_id, None)
-        self._table.release(request_id)
+        self._table.release(model, request_id)
 
     # -- models that go
 
@@ -327,10 +331,10 @@ class AsyncEngine:
 
     def _end_encode(self, output: EncodeOutput) -> None:
         if output.request_id in self._encodes:
-            _, encoding = self._encodes[output.request_id]
+            request, encoding = self._encodes[output.request_id]
             if following := encoding.add(output):  # before the release: a model with requests is not unloaded
                 self._next_commands().encode.extend(following)
-            self.release(output.request_id)
+            self.release(request.model, output.request_id)
 
     def _finish_start(self, events: Events) -> None:
         if events.failure is None:
@@ -361,8 +365,8 @@ class AsyncEngine:
         error = EngineDeadError(reason)
         for stream in set(self._streams.values()):
             stream.fail(error)
-        for request_id, (_, encoding) in list(self._encodes.items()):
-            self.release(request_id)
+        for request_id, (request, encoding) in list(self._encodes.items()):
+            self.release(request.model, request_id)
             if not encoding.done.done():
                 encoding.done.set_exception(error)
         self._table.lost(error)

@@ -100,7 +100,7 @@ class StreamOwner(Protocol):
     def started(self, model: str, request_id: str, cached_tokens: int) -> None:
         """A sequence of the request has its first output."""
 
-    def release(self, request_id: str) -> None: ...
+    def release(self, model: str, request_id: str) -> None: ...
 
 
 class GenerationStream:
@@ -302,7 +302,7 @@ class GenerationStream:
     def _close_sequence(self, key: _SequenceKey) -> None:
         self._open.discard(key)
         if all(request_id != key[0] for request_id, _ in self._open):
-            self._engine.release(key[0])
+            self._engine.release(self.model, key[0])
 
 
 def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:

@@ -86,16 +86,14 @@ class ModelTable:
             raise ModelNotLoadedError(f"no model named {name} is loaded")
         return found
 
-    def release(self, request_id: str) -> None:
-        """Stop counting a request that has ended."""
-        for model in self.served.values():
+    def release(self, name: str, request_id: str) -> None:
+        """Stop counting a request of a model that has ended."""
+        going = self._unloading.get(name)
+        for model in filter(None, (self.served.get(name), going[0] if going else None)):
             model.admission.release(request_id)
             model.requests.discard(request_id)
-        for model, _ in self._unloading.values():
-            model.admission.release(request_id)
-            model.requests.discard(request_id)
-            if not model.requests:
-                model.drained.set()
+        if going and not going[0].requests:
+            going[0].drained.set()
 
     def mark_started(self, name: str, request_id: str, cached_tokens: int) -> None:
         """Note that a request has an output."""
@@ -106,6 +104,13 @@ class ModelTable:
         """Let admission control learn from a step."""
         if step.model in self.served:
             self.served[step.model].admission.observe(step)
+
+    def running(self, name: str) -> int:
+        """Return the number of sequences that run in a model's engine; an adapter's engine is its base's."""
+        model = self.served.get(name)
+        if model is not None and model.spec.adapter_of is not None:
+            model = self.served.get(model.spec.adapter_of)
+        return 0 if model is None else model.stats.running
 
     def set_stats(self, stats: EngineStats) -> None:
         if stats.model in self.served:

@@ -309,6 +309,9 @@ class CachingClient:
     def stats(self) -> dict[str, EngineStats]:
         return self._client.stats()
 
+    def num_running(self, model: str) -> int:
+        return self._client.num_running(model)
+
     def demand(self) -> dict[str, Demand]:
         return self._client.demand()
 

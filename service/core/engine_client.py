@@ -103,6 +103,9 @@ class EngineClient(Protocol):
     def stats(self) -> dict[str, EngineStats]:
         """Return the latest state of each model's engine."""
 
+    def num_running(self, model: str) -> int:
+        """Return the number of sequences that run in a model's engine, which computes those of its adapters too."""
+
     def demand(self) -> dict[str, Demand]:
         """Return the current load of each model."""
 

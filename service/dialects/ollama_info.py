@@ -110,7 +110,7 @@ def _details(served: ServedModel, info: ModelInfo | None) -> Json:
     stored, files = checkpoint.quantization, checkpoint.weight_files
     dtype = checkpoint.dtype if info is None else info.dtype
     return {
-        "parent_model": "",
+        "parent_model": served.adapter_of,
         "format": "gguf" if files and files[0].suffix == ".gguf" else "safetensors",
         "family": kind,
         "families": [kind],

@@ -40,6 +40,7 @@ class LoadOrder:
     settings: Mapping[str, Any] = field(default_factory=dict)  # engine settings, as in a configuration file
     pinned: bool = False
     adapter_of: str | None = None  # the model that the path has a LoRA adapter for
+    replaces: bool = False  # an adapter that is loaded and is to be unloaded first
 
 
 class ModelOrders:
@@ -53,9 +54,9 @@ class ModelOrders:
         self._settings = settings
         self._folder = folder
 
-    def check(self, order: LoadOrder) -> None:
-        """Raise the `ApiError` with which `load` would refuse the order."""
-        self._resolve(order)
+    def check(self, order: LoadOrder) -> ModelSpec:
+        """Return what `load` would load; raises the `ApiError` with which it would refuse the order."""
+        return self._resolve(order)[1]
 
     def load(self, order: LoadOrder) -> asyncio.Task[None] | None:
         """Start loading the ordered model; return None if it is already loaded. Raises `ApiError`."""
@@ -75,6 +76,8 @@ class ModelOrders:
         model = self._models.get(order.name)
         if model is None or (order.path is not None and model.state is State.FAILED and model.origin is Origin.REQUEST):
             return None, self._new_spec(order)
+        if self._is_new_adapter(order, model):
+            return None, self._new_spec(replace(order, adapter_of=order.adapter_of or model.spec.adapter_of))
         spec = self._spec_of_known(order, model)
         if model.state is State.UNLOADING:
             raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
@@ -82,6 +85,15 @@ class ModelOrders:
             message = f"model {order.name} is {model.state} with other settings; unload it, or take another name"
             raise conflict(message, "model_exists", "name")
         return model, spec
+
+    def _is_new_adapter(self, order: LoadOrder, model: Model) -> bool:
+        """Return whether an order gives the name of an adapter that is not loaded to another folder or base."""
+        if order.path is None or model.spec.adapter_of is None:
+            return False
+        if model.state in (State.LOADED, State.LOADING, State.UNLOADING) and not order.replaces:
+            return False
+        other_base = order.adapter_of not in (None, model.spec.adapter_of)
+        return other_base or (order.path != model.given_path and self._allowed(order.path) != model.spec.path)
 
     def _new_spec(self, order: LoadOrder) -> ModelSpec:
         if not valid_name(order.name):
@@ -175,6 +187,9 @@ class ModelEntry:
 class Fleet(Protocol):
     """Loads and unloads models on every replica."""
 
+    async def examine(self, order: LoadOrder) -> None:
+        """Read the folder of an order without its weights; raises `ApiError` if it cannot be loaded."""
+
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
         """Start loading a model on all replicas; raises `ApiError` if the order is refused.
 
@@ -229,6 +244,9 @@ class LocalFleet:
     def check(self, order: LoadOrder) -> None:
         """Raise the `ApiError` with which `begin_load` would refuse the order."""
         self._orders.check(order)
+
+    async def examine(self, order: LoadOrder) -> None:
+        await self.loader.examine(self._orders.check(order))
 
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
         work = self._orders.load(order)

@@ -183,8 +183,7 @@ class Jobs:
 
     def running(self, model: str) -> int:
         """Return the number of sequences of a model that its engine computes."""
-        stats = self._client.stats().get(model)
-        return 0 if stats is None else stats.running
+        return self._client.num_running(model)
 
     def close(self, job: Job) -> None:
         """Count a job that has ended; only the job calls this."""

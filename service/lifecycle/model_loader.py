@@ -156,6 +156,15 @@ class ModelLoader:
         self._models.add(model)
         return model
 
+    async def examine(self, spec: ModelSpec) -> None:
+        """Read a folder without its weights, as a load does first; raises `ApiError`."""
+        assert self._reader is not None
+        base = None if spec.adapter_of is None else self._models[spec.adapter_of].served
+        try:
+            await self._reader.read(await self._reader.locate(spec), base)
+        except ConfigError as error:
+            raise invalid(scrub(str(error)), None, "load_failed") from None
+
     def begin_load(self, model: Model) -> asyncio.Task[None]:
         """Start loading a model; the task never raises, and leaves the model loaded or failed."""
         model.state, model.reason, model.error, model.keep_alive_s = State.LOADING, "", None, None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from triptych.service.core.errors import deadline_passed, forbidden, invalid, not_found, shorten
-from triptych.service.core.models import State
+from triptych.service.core.models import Models, State
+from triptych.service.dialects.common import naming_errors
 from triptych.service.http.bodies import context_of_request, json_response, read_body
 from triptych.service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
 from triptych.service.lifecycle.fleet import LoadOrder
@@ -83,6 +84,7 @@ async def unload(request: Request) -> Response:
     return await _answer(service, body.name, work, wait=body.wait, gone=gone)
 
 
+_VLLM_NAMES = {"name": "lora_name", "path": "lora_path", "adapter_of": "base_model_name"}
 _VLLM_ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
 
 
@@ -96,12 +98,18 @@ _VLLM_ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
 async def load_lora_adapter(request: Request) -> Response:
     """Loads an adapter as /models/load does, as a model under `lora_name`. Needs an admin key.
 
-    Without `base_model_name` it is for the only model that generates.
+    Without `base_model_name` it is for the only model, or the only one that generates. An adapter that
+    `load_inplace` replaces is unloaded once the new folder has been read.
     """
     service = _service(request)
     body = await read_body(request, LoraBody)
     service.check_not_draining()
-    base = body.base_model_name or service.models.only_one(lambda one: one.config.can_generate, "generates")
+    await _load_adapter(service, body)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def _load_adapter(service: Service, body: LoraBody) -> None:
+    order = LoadOrder(body.lora_name, body.lora_path, adapter_of=body.base_model_name or _only_base(service.models))
     known = service.models.get(body.lora_name)
     if known is not None and known.state is State.LOADED:
         if known.spec.adapter_of is None:
@@ -109,11 +117,22 @@ async def load_lora_adapter(request: Request) -> Response:
         if not body.load_inplace:
             message = f"lora_name: the adapter {body.lora_name} is loaded already; load_inplace replaces it"
             raise invalid(message, "lora_name", "InvalidUserInput")
+        with naming_errors(_VLLM_NAMES):
+            await service.fleet.examine(replace(order, replaces=True))
         await _finished(service, service.fleet.begin_unload(body.lora_name, None))
-    order = LoadOrder(body.lora_name, body.lora_path, adapter_of=base)
     context_of_request().model = body.lora_name
-    await _finished(service, service.fleet.begin_load(order))
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    with naming_errors(_VLLM_NAMES):
+        work = service.fleet.begin_load(order)
+    await _finished(service, work)
+
+
+def _only_base(models: Models) -> str:
+    """Return the name of the only model, or the only one that generates; raises a 400."""
+    whole = [one.name for one in models.candidates if not one.adapter_of]
+    if len(whole) == 1:
+        return whole[0]
+    with naming_errors({"model": "base_model_name"}):
+        return models.only_one(lambda one: one.config.can_generate, "generates")
 
 
 @routes.post(

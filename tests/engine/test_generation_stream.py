@@ -39,7 +39,7 @@ class RecordingOwner:
     def started(self, model: str, request_id: str, cached_tokens: int) -> None:
         self.begun.append(request_id)
 
-    def release(self, request_id: str) -> None:
+    def release(self, model: str, request_id: str) -> None:
         self.released.append(request_id)
 
 

@@ -184,6 +184,9 @@ class FakeEngineClient:
             for name, info in self.models.items()
         }
 
+    def num_running(self, model: str) -> int:
+        return len(self.running)
+
     def demand(self) -> dict[str, Demand]:
         return {name: Demand(len(self.running) / info.max_num_seqs, 0) for name, info in self.models.items()}
 

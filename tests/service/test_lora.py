@@ -150,6 +150,22 @@ def test_vllms_routes_load_replace_and_unload() -> None:
     run(work())
 
 
+def test_vllms_route_replaces_an_adapter_of_the_start_once_the_new_one_is_read() -> None:
+    async def work() -> None:
+        async with service("sql") as client:
+            body = {"lora_name": "sql", "load_inplace": True}
+            for path in (folders()["base"], "/nowhere"):
+                refused = await client.post("/v1/load_lora_adapter", json={**body, "lora_path": str(path)})
+                assert refused.status_code == 400, refused.text
+                assert await complete(client, "sql", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+            assert refused.json()["error"]["param"] == "lora_path"
+            added = await client.post("/v1/load_lora_adapter", json={**body, "lora_path": str(folders()["fr"])})
+            assert added.status_code == 200, added.text
+            assert await complete(client, "sql", PROMPTS[0]) == wanted_text("fr", PROMPTS[0])
+
+    run(work())
+
+
 def test_an_unloaded_base_takes_its_adapters_with_it_and_a_request_brings_both_back() -> None:
     async def work() -> None:
         async with service("sql", settings=replace(SETTINGS, models=replace(SETTINGS.models, pin=False))) as client:

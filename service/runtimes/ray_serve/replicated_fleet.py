@@ -170,6 +170,9 @@ class ReplicatedFleet:
 
     # -- operators
 
+    async def examine(self, order: LoadOrder) -> None:
+        await self._local.examine(order)
+
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
         self._local.check(order)
         return keep(self._tasks, self._load(order))
@@ -328,10 +331,10 @@ class ReplicatedFleet:
 
 
 def _want(wanted: WantedModels, name: str, slot: Model, model: WantedModel) -> None:
-    if name in wanted.unloaded:
-        wanted.unloaded.remove(name)
-    if slot.origin is not Origin.START:
+    if slot.origin is not Origin.START:  # one of the start whose name it has stays unloaded
         wanted.models[name] = model
+    elif name in wanted.unloaded:
+        wanted.unloaded.remove(name)
 
 
 def _want_no_more(wanted: WantedModels, name: str, *, from_start: bool) -> None:
