@@ -7,9 +7,12 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from typing import Any
+
+from starlette.types import Lifespan
 
 from triptych.model.checkpoint import hub, hub_names
 from triptych.model.client.async_engine import AsyncEngine
@@ -19,7 +22,10 @@ from triptych.model.system.child_process import ConnectedChild
 from triptych.service.app import Application, create_app
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.lifecycle.fleet import Replicas
+from triptych.service.lifecycle.state import service_of
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
 from triptych.service.planning.capabilities import capabilities
+from triptych.service.runtimes.http_server import MonitoringApp, http_server
 from triptych.service.runtimes.model_reader import FolderReader, read_adapted, read_model
 from triptych.service.sandbox import confinement
 from triptych.service.settings.serve_config import ModelUse, ServeConfig
@@ -89,7 +95,24 @@ def build_app(
     reader = FolderReader(
         config.settings.models.max_download, config.settings.log_format, config.settings.limits.max_beams
     )
-    return create_app(client, models, config.settings, reader, replicas=replicas)
+    app = create_app(client, models, config.settings, reader, replicas=replicas)
+    if config.settings.metrics_port:
+        app.router.lifespan_context = _with_monitoring(app.router.lifespan_context, config.settings)
+    return app
+
+
+def _with_monitoring(lifespan: Lifespan[Application], settings: ServiceSettings) -> Lifespan[Application]:
+    """Return a lifespan that also answers on `metrics_port`, from before the models load until the end."""
+
+    @asynccontextmanager
+    async def both(app: Application) -> AsyncIterator[Mapping[str, Any]]:
+        replicas = MULTIPROCESS_FOLDER in os.environ  # whose metrics are added: any of them may answer
+        with _listener(settings.host, settings.metrics_port, "--metrics-port", is_shared=replicas) as listener:
+            monitoring = MonitoringApp(service_of(app))
+            async with http_server(monitoring, [listener], settings.limits), lifespan(app) as state:
+                yield state or {}
+
+    return both
 
 
 def tune_garbage_collector() -> None:
@@ -106,16 +129,22 @@ def tune_garbage_collector() -> None:
 @contextmanager
 def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
     """Bind a socket to the configured address (port 0: any free one). Raises `ConfigError` if that fails."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    both = settings.host == "::" and socket.has_dualstack_ipv6()
+    with _listener(settings.host, settings.port, "--port") as listener:
+        yield listener
+
+
+@contextmanager
+def _listener(host: str, port: int, option: str, *, is_shared: bool = False) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
-            (settings.host, settings.port), family=family, backlog=2048, dualstack_ipv6=both
+            (host, port), family=family, backlog=2048, reuse_port=is_shared, dualstack_ipv6=both
         )
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        advice = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {reason}{advice}") from None
+        advice = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}{advice}") from None
     with listener:
         yield listener
 

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Coroutine
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from triptych.model.system.child_process import ConnectedChild
-from triptych.service.app import Application
 from triptych.service.http.bodies import cancel_all
-from triptych.service.http.bounded_protocol import bounded_protocol
 from triptych.service.http.connections import raise_descriptor_limit
 from triptych.service.lifecycle.state import service_of
 from triptych.service.runtimes.assembly import (
@@ -30,10 +25,8 @@ from triptych.service.runtimes.assembly import (
     tune_garbage_collector,
     uses_of,
 )
+from triptych.service.runtimes.http_server import http_server
 from triptych.service.settings.serve_config import OnReady, Ready, ServeConfig
-from triptych.service.settings.service_settings import Limits
-
-_CLOSE_SECONDS = 5  # after the drain, for replies that are still being sent
 
 
 def run_local(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
@@ -95,38 +88,3 @@ async def run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) ->
         return False
     finally:
         await cancel_all((task, watch))
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, which `Signals` replaces."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def http_server(
-    app: Application, listeners: list[socket.socket], limits: Limits
-) -> AsyncIterator[uvicorn.Server]:
-    """Serve `app` on the listeners inside the block; the caller runs the app's lifespan."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=bounded_protocol(limits),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,  # the application writes its own access log
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=limits.idle_connection_s,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
-    )
-    serving = asyncio.create_task(server.serve(listeners))
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await serving

@@ -567,6 +567,15 @@ OPTIONS: tuple[Option, ...] = (
         group=groups.WATCHING,
     ),
     Option(
+        "metrics_port",
+        int,
+        0,
+        "another port for /metrics, /livez and /readyz, without a key",
+        "PORT",
+        "none",
+        group=groups.WATCHING,
+    ),
+    Option(
         "otlp_endpoint",
         str,
         "",

@@ -25,7 +25,7 @@ _SERVICE_FIELDS = {  # by option name
         name: name
         for name in (
             *("host", "port", "api_keys", "api_key_file", "admin_keys", "admin_key_file", "cors_origins"),
-            "allowed_hosts",
+            *("allowed_hosts", "metrics_port"),
             *("log_format", "threads", "tokenizer_threads", "otlp_endpoint", "tool_format", "reasoning_format"),
         )
     },

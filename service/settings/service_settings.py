@@ -179,6 +179,7 @@ class ServiceSettings:
     embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
     vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
+    metrics_port: int = 0  # another port for /metrics, /livez and /readyz, without a key; 0: none
     otlp_endpoint: str = ""  # collector of OpenTelemetry traces; empty: no traces
 
     def __post_init__(self) -> None:
@@ -189,6 +190,8 @@ class ServiceSettings:
             raise ConfigError("host must be an address, found none; 0.0.0.0 is every interface")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port must be 0 to 65535, found {self.port}")
+        if not 0 <= self.metrics_port <= 65_535 or (self.metrics_port and self.metrics_port == self.port):
+            raise ConfigError(f"metrics_port must be 1 to 65535 and not port ({self.port}), found {self.metrics_port}")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint must begin with http:// or https://, found {self.otlp_endpoint!r}")
         for key in self.api_keys:

@@ -20,13 +20,18 @@ from triptych.service.runtimes.ray_serve.haproxy import free_port
 
 
 def test_a_second_signal_ends_it_at_once(models: list[str]) -> None:
-    """Whichever came first, as one handler has both: the exit code is of the last."""
-    with running([*models, *RUNTIMES["local"]]) as service:
+    """Whichever came first, as one handler has both: the exit code is of the last. The metrics port answers meanwhile."""
+    port = free_port()
+    with running([*models, *RUNTIMES["local"], "--metrics-port", str(port)]) as service:
+        monitored = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{monitored}/readyz").json() == {"status": "ok"}
         connection = post(service.url, "/generate", {**LONG, "stream": True})
         eventually(lambda: metric(service.url, "requests_running", model="gen") > 0)
         with service.held():
             service.signal(signal.SIGINT)
             eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 503)
+            assert httpx.get(f"{monitored}/readyz").json()["error"]["code"] == "draining"
+            assert httpx.get(f"{monitored}/livez").status_code == 200
             service.signal(signal.SIGTERM)
         assert service.wait() == 128 + signal.SIGTERM, service.output
         connection.close()

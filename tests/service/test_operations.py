@@ -39,6 +39,8 @@ from triptych.service.app import TABLE
 from triptych.service.cli import banner
 from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES, SERVER_FAULTS
 from triptych.service.observability import logs
+from triptych.service.observability.metrics import CONTENT_TYPE
+from triptych.service.runtimes.http_server import MonitoringApp
 from triptych.service.schemas.replies import InfoReply, ModelsReply
 from triptych.service.settings.service_settings import Limits, ServiceSettings
 
@@ -52,6 +54,23 @@ def test_info_shows_every_limit(app: App) -> None:
     assert [model["name"] for model in reply.models] == ["gen", "seq", "enc"]
     assert reply.models[0]["max_queued_requests"] == 32
     assert "path" not in reply.models[0]
+
+
+def test_the_metrics_port_needs_no_key_and_answers_nothing_else() -> None:
+    made = make_app(settings=ServiceSettings(api_keys=("a-key",), metrics_port=9400))
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(MonitoringApp(made.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            found = await client.get("/metrics")
+            assert found.headers["content-type"] == CONTENT_TYPE and b"triptych_http_requests" in found.content
+            assert (await client.get("/livez")).json() == {"status": "ok"}
+            for method, path in (("GET", "/info"), ("POST", "/generate"), ("POST", "/metrics"), ("GET", "/metrics/")):
+                assert (await client.request(method, path)).json()["error"]["code"] == "not_found"
+
+    asyncio.run(talk())
+    with pytest.raises(ConfigError, match=r"metrics_port must be 1 to 65535 and not port \(8000\), found 8000"):
+        ServiceSettings(metrics_port=8000)
 
 
 def test_slow_fallbacks_are_shown(app: App) -> None:
