@@ -155,7 +155,10 @@ def test_scalers_look_at_the_pods_of_their_release() -> None:
     saturation, tokens = (trigger["metadata"] for trigger in scaled["triggers"])
     assert float(saturation["threshold"]) == Scaling().target
     assert float(tokens["threshold"]) == EngineConfig().limits().max_num_batched_tokens
-    assert all('{job="triptych",namespace="ai",pod=~"triptych-.+"}' in one["query"] for one in (saturation, tokens))
+    assert all(
+        '{job="triptych",namespace="ai",pod=~"triptych-[a-z0-9]+-[a-z0-9]+"}' in one["query"]
+        for one in (saturation, tokens)
+    )
     scaled = of_kind(CHARTS["gpu"], "HorizontalPodAutoscaler")["spec"]
     named = [one["pods"]["metric"]["name"] for one in scaled["metrics"]]
     assert named == re.findall(r"(triptych_\w+)\{", saturation["query"] + tokens["query"])

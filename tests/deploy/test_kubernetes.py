@@ -27,7 +27,7 @@ from triptych.service.settings.serve_config import ServeConfig
 
 KUBERAY = ROOT / "deploy" / "kuberay"
 VERSION = "1.37"
-RENDERED = {"kuberay": render(KUBERAY), **helm.charts()}
+RENDERED = {"kuberay": render(KUBERAY), "kuberay-production": render(KUBERAY / "production"), **helm.charts()}
 MANIFESTS = {
     f"{example} {one['kind']} {one['metadata']['name']}": one for example, found in RENDERED.items() for one in found
 }
@@ -45,8 +45,8 @@ OPERATORS = {
 }  # kinds that Kubernetes does not define
 
 
-def rayservice() -> Manifest:
-    return next(one for one in RENDERED["kuberay"] if one["kind"] == "RayService")
+def rayservice(rendered: str = "kuberay") -> Manifest:
+    return next(one for one in RENDERED[rendered] if one["kind"] == "RayService")
 
 
 def serve_config() -> dict[str, Any]:
@@ -54,16 +54,17 @@ def serve_config() -> dict[str, Any]:
     return config
 
 
-def test_kubectl_renders_the_same() -> None:
+@pytest.mark.parametrize(("folder", "name"), [(".", "kuberay"), ("production", "kuberay-production")])
+def test_kubectl_renders_the_same(folder: str, name: str) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    command = ["kubectl", "kustomize", str(KUBERAY)]
+    command = ["kubectl", "kustomize", str(KUBERAY / folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
     def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
         return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
 
-    assert by_name(list(yaml.safe_load_all(done.stdout))) == by_name(RENDERED["kuberay"])
+    assert by_name(list(yaml.safe_load_all(done.stdout))) == by_name(RENDERED[name])
 
 
 @pytest.mark.parametrize("name", [name for name, one in MANIFESTS.items() if one["kind"] not in OPERATORS])
@@ -101,6 +102,7 @@ def test_kuberay_knows_every_field() -> None:
     schema = rayservice_schema()
     schema["properties"]["metadata"] = {"type": "object"}
     jsonschema.validate(rayservice(), schema)
+    jsonschema.validate(rayservice("kuberay-production"), schema)
     wrong = rayservice() | {"spec": {**rayservice()["spec"], "upgradeStrategie": {}}}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(wrong, schema)
@@ -189,6 +191,27 @@ def test_no_replica_runs_on_the_head() -> None:
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert serve_config()["applications"][0]["deployments"][0]["ray_actor_options"]["num_cpus"] > 0
     assert rayservice()["spec"]["excludeHeadPodFromServeSvc"] is True
+
+
+def test_kuberays_workers_are_selected_and_the_head_is_not() -> None:
+    """By the scrapes, the budget of disruptions and, both, the policy: of this installation alone."""
+    groups = rayservice()["spec"]["rayClusterConfig"]
+    (workers,) = groups["workerGroupSpecs"]
+    labels = workers["template"]["metadata"]["labels"]
+    assert groups["headGroupSpec"]["template"]["metadata"]["labels"] == labels
+    assert workers["replicas"] == serve_config()["applications"][0]["deployments"][0]["num_replicas"]
+    assert workers["minReplicas"] == workers["maxReplicas"] == workers["replicas"]
+    found = {one["kind"]: one.get("spec") for one in RENDERED["kuberay-production"]}
+    assert found["NetworkPolicy"]["podSelector"]["matchLabels"] == labels
+    for kind in ("PodMonitor", "PodDisruptionBudget"):
+        assert found[kind]["selector"]["matchLabels"] == labels | {"ray.io/node-type": "worker"}
+    (container,) = workers["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    (scrape,) = found["PodMonitor"]["podMetricsEndpoints"]
+    assert ports[scrape["port"]] == serve_config()["applications"][0]["args"]["metrics_port"]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "metrics"}
+    admitted = [port["port"] for rule in found["NetworkPolicy"]["ingress"] for port in rule.get("ports", [])]
+    assert sorted(admitted) == [8000, 8000, 8265, 9400]
 
 
 @pytest.mark.parametrize("name", PODS)

@@ -100,7 +100,7 @@ def test_only_a_gpus_image_gets_a_compiler() -> None:
 
 def test_the_manifests_have_the_version_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"newTag: {project['version']}}}" in (ROOT / "deploy/kuberay/kustomization.yaml").read_text()
+    assert f"newTag: {project['version']}}}" in (ROOT / "deploy/kuberay/base/kustomization.yaml").read_text()
     chart = (ROOT / "deploy/helm/Chart.yaml").read_text()
     assert f"\nversion: {project['version']}\nappVersion: {project['version']}\n" in chart
 

@@ -20,7 +20,10 @@ from triptych.service.runtimes.ray_serve.haproxy import free_port
 
 
 def test_a_second_signal_ends_it_at_once(models: list[str]) -> None:
-    """Whichever came first, as one handler has both: the exit code is of the last. The metrics port answers meanwhile."""
+    """Whichever came first, as one handler has both: the exit code is of the last.
+
+    The metrics port answers meanwhile.
+    """
     port = free_port()
     with running([*models, *RUNTIMES["local"], "--metrics-port", str(port)]) as service:
         monitored = f"http://127.0.0.1:{port}"
