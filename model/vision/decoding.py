@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_PIXELS = 32_000_000  # of the file; decoded they take three to four bytes each
+_MAX_SCANS = 100  # of a JPEG; each pass over the pixels takes a few bytes, and files of cameras have ten
+_SCAN = b"\xff\xda"
 
 
 class ImageError(ValueError):
@@ -49,6 +51,8 @@ def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
     """Return what `use` makes of a file whose header was read and checked."""
     from PIL import Image, UnidentifiedImageError
 
+    if data[:2] == b"\xff\xd8" and (scans := data.count(_SCAN)) > _MAX_SCANS:
+        raise ImageError(f"the JPEG file has {scans:,} scans, more than {_MAX_SCANS} are not taken")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of strange files, whose pixels are checked against MAX_PIXELS

@@ -186,14 +186,22 @@ def embedding(body: EmbeddingBody) -> EncodeBody:
     if body.late_chunking:
         if fields["truncate"] is not None:
             raise invalid("late_chunking and truncate exclude each other", "late_chunking")
+        if body.modality == "image":
+            raise invalid("late_chunking needs texts, found modality 'image'", "late_chunking")
         return native(EncodeBody, fields | _parts_of_one_text(body))
-    return native_encode(fields, _as_images(body.input) if body.modality == "image" else body.input)
+    return native_encode(fields, body.input if body.modality is None else _of_modality(body.input, body.modality))
 
 
-def _as_images(given: Any) -> list[ImageFile | TextPair]:
-    """Return inputs whose strings are image files; raises a 400 for token ids."""
-    inputs = [given] if isinstance(given, str) else given
-    if not all(isinstance(one, str | ImageFile | TextPair) for one in inputs):
+def _of_modality(given: Any, modality: str) -> Any:
+    """Return inputs that are all texts, or whose strings are image files; raises a 400 for others."""
+    inputs, wrong = (given if isinstance(given, list) else [given]), TextPair if modality == "image" else ImageFile
+    for at, one in enumerate(inputs):
+        if isinstance(one, wrong):
+            found = "a text" if modality == "image" else "an image"
+            raise invalid(f"input[{at}]: modality is {modality!r}, found {found}", f"input[{at}]")
+    if modality == "text":
+        return given
+    if not all(isinstance(one, str | ImageFile) for one in inputs):
         raise invalid("input: with modality 'image' it must be image files, found token ids", "input")
     return [ImageFile(image=one) if isinstance(one, str) else one for one in inputs]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 
 from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.processing import ImageProcessing
 from triptych.service.core.errors import ApiError, invalid, shorten, unavailable
 from triptych.service.images.image_pool import RequestImages
 from triptych.service.sandbox.process_pool import WorkerError
 
 _SCHEME = 32  # characters in which an address has its scheme
+_SPACES = {ord(one): None for one in " \t\r\n"}  # programs break lines of base64
 
 
 def file_bytes(value: str, param: str) -> bytes:
@@ -21,16 +23,16 @@ def file_bytes(value: str, param: str) -> bytes:
         found = shorten(value[:80])
         raise _refused(f"{param}: the service follows no addresses, found {found}; send the file in base64", param)
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(data.translate(_SPACES), validate=True)
     except ValueError:
         raise _refused(f"{param} is not base64", param) from None
 
 
-async def pixels_of(value: str, param: str, images: RequestImages) -> bytes:
+async def pixels_of(value: str, param: str, images: RequestImages, processing: ImageProcessing) -> bytes:
     """Return an image as the pixels that the model reads; raises a 400 that names `param`, or a 503."""
     data = file_bytes(value, param)
     try:
-        return await images.prepare(data)
+        return await images.prepare(data, processing)
     except WorkerError as error:
         raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
     except ImageError as error:

@@ -1,11 +1,14 @@
-"""Decodes the image files of requests in sandboxed processes, within bounds of pixels and time."""
+"""Decodes the image files of requests in sandboxed processes, within bounds of pixels, time and memory."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import TracebackType
+from typing import Self
 
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.processing import ImageProcessing
+from triptych.service.core.errors import no_room
 from triptych.service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _WORKERS = 2
@@ -39,15 +42,30 @@ class ImageWorker(ForkingWorker):
 
 
 class ImagePool:
-    """Decodes two files at once outside the event loop, each within `seconds`; a request has `all_pixels` at most."""
+    """Decodes two files at once outside the event loop, each within `seconds`; a request has `all_pixels` at most.
 
-    def __init__(self, seconds: float, all_pixels: int, workers: int = _WORKERS) -> None:
+    The decoded images of all requests together have `most_bytes` at most.
+    """
+
+    def __init__(self, seconds: float, all_pixels: int, most_bytes: int, workers: int = _WORKERS) -> None:
         self._all_pixels = all_pixels
+        self._most_bytes = most_bytes
+        self.held_bytes = 0
         self._pool = WorkerPool(lambda: ImageWorker(seconds, all_pixels), seconds, workers, "triptych-image")
 
-    def request(self, processing: ImageProcessing) -> RequestImages:
-        """Return a decoder for the files of one request."""
-        return RequestImages(self._pool, processing, self._all_pixels)
+    def request(self) -> RequestImages:
+        """Return a decoder for the files of one request, which holds their pixels until it is closed."""
+        return RequestImages(self, self._all_pixels)
+
+    async def prepare(self, data: bytes, processing: ImageProcessing, most_pixels: int) -> tuple[bytes, int]:
+        """Do what `ImageWorker.prepare` does with a free worker; raises what it raises."""
+        return await self._pool.run(lambda worker: worker.prepare(data, processing, most_pixels))
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of decoded images; raises a 429 beyond the limit, unless no other images are held."""
+        if self.held_bytes and self.held_bytes + num_bytes > self._most_bytes:
+            raise no_room(f"the decoded images of requests have {self._most_bytes} bytes", "image_bytes")
+        self.held_bytes += num_bytes
 
     def close(self) -> None:
         """Wait for files in progress and end all processes; a later request starts new ones."""
@@ -57,16 +75,34 @@ class ImagePool:
 class RequestImages:
     """Decodes the files of one request, one after the other, until they have too many pixels."""
 
-    def __init__(self, pool: WorkerPool[ImageWorker], processing: ImageProcessing, most_pixels: int) -> None:
+    def __init__(self, pool: ImagePool, most_pixels: int) -> None:
         self._pool = pool
-        self._processing = processing
         self._left = most_pixels
+        self._held = 0
 
-    async def prepare(self, data: bytes) -> bytes:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def hold(self, num_bytes: int) -> None:
+        """Make room for the pixels of files, before they are decoded; raises a 429 if there is none."""
+        self._pool.hold(num_bytes)
+        self._held += num_bytes
+
+    def close(self) -> None:
+        """Give the room back. Idempotent."""
+        self._pool.held_bytes -= self._held
+        self._held = 0
+
+    async def prepare(self, data: bytes, processing: ImageProcessing) -> bytes:
         """Decode the next file and return the pixels that the model reads (`ImageProcessing.prepare`).
 
         Raises `ImageError` for a file that is refused, `WorkerError` if no process starts or becomes free.
         """
-        pixels, found = await self._pool.run(lambda worker: worker.prepare(data, self._processing, self._left))
+        pixels, found = await self._pool.prepare(data, processing, self._left)
         self._left -= found
         return pixels

@@ -8,6 +8,7 @@ What each output needs and reads is in `triptych.service.planning.outputs`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,10 +21,10 @@ from triptych.model.errors import TooManyTokensError
 from triptych.model.text.tokenizer import Encoded, Located
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.engine_client import EngineClient
-from triptych.service.core.errors import invalid
+from triptych.service.core.errors import deadline_passed, invalid
 from triptych.service.core.models import Models, ServedModel, Task
 from triptych.service.images.files import pixels_of
-from triptych.service.images.image_pool import ImagePool
+from triptych.service.images.image_pool import RequestImages
 from triptych.service.planning.admission import check_room, check_timeout, loaded_info
 from triptych.service.planning.encode_checks import check_inputs, texts_of
 from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
@@ -62,8 +63,9 @@ class EncodePlan:
         parts: list[list[PartResult]] = [[] for _ in inputs]
         cut = [False] * len(inputs)
         for reading, output in zip(self.readings, outputs, strict=True):
-            parts[reading.owner].append(PartResult(reading.sent, reading.encoded, output))
-            cut[reading.owner] |= reading.cut
+            for owner in range(len(inputs)) if reading.owner is None else (reading.owner,):
+                parts[owner].append(PartResult(reading.sent, reading.encoded, output))
+                cut[owner] |= reading.cut
         items = []
         for index, (sent, of_input) in enumerate(zip(inputs, parts, strict=True)):
             item = {
@@ -81,19 +83,19 @@ class EncodePlan:
 class EncodePlanner:
     """Plans bodies of /encode for the loaded models."""
 
-    def __init__(
-        self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads, images: ImagePool
-    ) -> None:
+    def __init__(self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads) -> None:
         self._models = models
         self._client = client
         self._limits = limits
         self._threads = threads
-        self._images = images
 
-    async def plan(self, body: EncodeBody, request_id: str, arrival: float, uncounted: int = 0) -> EncodePlan:
+    async def plan(
+        self, body: EncodeBody, images: RequestImages, request_id: str, arrival: float, uncounted: int = 0
+    ) -> EncodePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served.
 
-        `uncounted` of its inputs are not the client's (a query, with which the others are compared).
+        `images` decodes its files. `uncounted` of its inputs are not the client's (a query, with which the others are
+        compared).
         """
         served = self._models.resolve(body.model, Task.ENCODE)
         served.check_reads_text("input")
@@ -102,7 +104,7 @@ class EncodePlanner:
         checked = check_inputs(body, served, info, self._limits, uncounted)
         check_room(self._client, served, 0)  # if there is room for one, all are admitted
         if served.config.only_images:
-            return await self._plan_images(checked, request_id, arrival)
+            return await self._plan_images(checked, images, request_id, arrival)
 
         def work() -> EncodePlan:  # takes long for thousands of inputs
             readings = read(checked, texts_of(checked))
@@ -111,9 +113,9 @@ class EncodePlanner:
         texts = await self._plan_texts(checked, work)
         if all(one.image is None for one in checked.inputs):
             return texts
-        images = await self._plan_images(checked, request_id, arrival)
-        checked.bounds.check_tokens(texts.prompt_tokens + images.prompt_tokens)
-        return EncodePlan(checked, (*images.readings, *texts.readings), (*images.requests, *texts.requests))
+        seen = await self._plan_images(checked, images, request_id, arrival)
+        checked.bounds.check_tokens(texts.prompt_tokens + seen.prompt_tokens)
+        return EncodePlan(checked, (*seen.readings, *texts.readings), (*seen.requests, *texts.requests))
 
     async def _plan_texts(self, checked: CheckedInputs, work: Callable[[], EncodePlan]) -> EncodePlan:
         """Do the work where it holds nothing up: tokenising many texts, or looking at many ids, takes long."""
@@ -125,21 +127,25 @@ class EncodePlanner:
         ids = sum(len(one.ids or ()) for one in checked.inputs)
         return await self._threads.run_in_thread(work) if ids > _INLINE_IDS else work()
 
-    async def _plan_images(self, checked: CheckedInputs, request_id: str, arrival: float) -> EncodePlan:
+    async def _plan_images(
+        self, checked: CheckedInputs, images: RequestImages, request_id: str, arrival: float
+    ) -> EncodePlan:
         served, inputs = checked.served, checked.inputs
         image, processing = served.config.image, served.checkpoint.images
         assert image is not None and processing is not None
         files = [(owner, one) for owner, one in enumerate(inputs) if one.image is not None or served.config.only_images]
         checked.bounds.check_tokens(image.num_tokens * len(files))
         shape = (image.channels, image.size, image.size)
-        images = self._images.request(processing)
-        found = []
+        images.hold(image.pixel_bytes * len(files))
+        base, found = self._base(checked, arrival), []
         for _, one in files:
             if one.image is None:
-                raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
-            pixels = await pixels_of(one.image, f"{one.param}.image", images)
+                message = f'model {served.name} reads images: send them to /encode as [{{"image": base64}}]'
+                raise invalid(f"{one.param}: {message}", one.param)
+            if time.monotonic() > base["deadline"]:
+                raise deadline_passed()
+            pixels = await pixels_of(one.image, f"{one.param}.image", images, processing)
             found.append(image_source(pixels, shape, image.num_tokens))
-        base = self._base(checked, arrival)
         requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
         readings = tuple(Reading(owner, one, Encoded((), ())) for owner, one in files)
         return EncodePlan(checked, readings, requests)
@@ -190,13 +196,13 @@ _DEFAULT_STRIDE = 128  # tokens that two adjacent windows of a long text share
 class Reading(msgspec.Struct, frozen=True):
     """One input of the engine."""
 
-    owner: int  # index of the body's input that it belongs to
+    owner: int | None  # index of the body's input that it belongs to; None: to all
     sent: EncodeInput  # its text as the engine reads it
     encoded: Encoded
     cut: bool = False  # whether it is truncated
 
 
-def read(checked: CheckedInputs, texts: Sequence[tuple[int, EncodeInput]]) -> list[Reading]:
+def read(checked: CheckedInputs, texts: Sequence[tuple[int | None, EncodeInput]]) -> list[Reading]:
     """Tokenise each text, and truncate or divide it; raises an `ApiError` for a text that is too long."""
     body, served, output, bounds = checked.body, checked.served, checked.output, checked.bounds
     most = [checked.info.max_model_len, checked.info.max_num_batched_tokens, served.checkpoint.sentences.max_tokens]

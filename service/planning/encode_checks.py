@@ -36,7 +36,8 @@ def check_inputs(
     if prompt and body.split is not None:
         raise invalid("split: a prompt stands in front of the first window alone", "split")
     if body.labels is not None:
-        bounds.check_inputs(len(inputs) * len(body.labels))
+        images, labels = len(inputs), len(body.labels)
+        bounds.check_inputs(images * labels if output.shared is None else images + labels)
     return CheckedInputs(body, served, info, limits, bounds, output, tuple(inputs), prompt)
 
 
@@ -117,15 +118,17 @@ def _check_task(body: EncodeBody, served: ServedModel) -> None:
         )
 
 
-def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
-    """Return the texts that the engine reads, each with the index of its input; raises an `ApiError`."""
+def texts_of(checked: CheckedInputs) -> list[tuple[int | None, EncodeInput]]:
+    """Return the texts that the engine reads, each with the index of its input, or None; raises an `ApiError`."""
     output = checked.output
-    texts = [
+    texts: list[tuple[int | None, EncodeInput]] = [
         (owner, one if output.verbatim else _prepared(one, checked))
         for owner, sent in enumerate(checked.inputs)
         for one in ((sent,) if output.readings is None else output.readings(checked, sent))
         if one.image is None or checked.served.config.joint is None
     ]
+    if output.shared is not None:
+        texts += [(None, one) for one in output.shared(checked)]
     if len(texts) > len(checked.inputs):
         checked.bounds.check_inputs(len(texts))
     per_token, may_cut = checked.limits.prompt_characters_per_token, checked.body.truncate is not False

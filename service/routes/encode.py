@@ -33,6 +33,7 @@ from triptych.service.planning.encode import EncodePlan
 from triptych.service.planning.outputs.registry import OUTPUTS, missing
 from triptych.service.schemas.encode_bodies import EncodeBody
 from triptych.service.schemas.replies import EncodeReply
+from triptych.service.schemas.types import ImageFile
 
 routes = Routes("encode")
 _LARGE_REPLY = 1 << 18  # bytes of numbers, which take a few milliseconds to write as JSON
@@ -96,15 +97,21 @@ async def answer(
         body = await _with_model(request, body)
         if of_embedder and body.output == "embedding":
             service.models.resolve(body.model, Task.ENCODE).require_embedder()
-        plan = await service.encode_planner.plan(body, context.request_id, context.started, uncounted)
-        context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
-        service.check_not_given_up()
-        job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
-        try:
-            outputs = await _run(request, service, plan, job)
-            return await _reply(service, plan, outputs, job, show)
-        finally:
-            await job.aclose()
+        with service.images.request() as images:
+            planning = service.encode_planner.plan(body, images, context.request_id, context.started, uncounted)
+            plan = await (cancel_on_disconnect(request, planning) if _has_images(body) else planning)
+            context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
+            service.check_not_given_up()
+            job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
+            try:
+                outputs = await _run(request, service, plan, job)
+                return await _reply(service, plan, outputs, job, show)
+            finally:
+                await job.aclose()
+
+
+def _has_images(body: EncodeBody) -> bool:
+    return isinstance(body.input, list) and any(isinstance(one, ImageFile) for one in body.input)
 
 
 async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:

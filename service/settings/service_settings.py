@@ -90,6 +90,7 @@ class Limits:
     max_image_pixels: int = _limit(
         64_000_000, "maximum pixels of all images of a request before resizing; a file has 32,000,000 at most"
     )
+    max_image_held_bytes: int = _limit(1 << 30, "maximum bytes of the decoded images of all requests (429)")
     image_decode_s: float = _limit(10.0, "seconds for decoding an image file")
     max_header_bytes: int = _limit(16 * 1024, "maximum bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "maximum number of header fields (431)")

@@ -169,6 +169,15 @@ def test_what_is_no_image_for_us_is_refused_in_words(name: str) -> None:
         decode(data)
 
 
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    """Each scan has a few bytes and passes over all pixels."""
+    whole = file(picture(64, 64), "JPEG", progressive=True)
+    scan = whole[whole.rfind(b"\xff\xda") : -2]
+    assert decode(whole[:-2] + scan * 80 + whole[-2:]).size == (64, 64)
+    with pytest.raises(ImageError, match=r"1\d\d scans, more than 100 are not taken"):
+        decode(whole[:-2] + scan * 120 + whole[-2:])
+
+
 def test_a_bomb_is_refused_by_its_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_decoding(*_: object) -> None:
         raise AssertionError("decoded")

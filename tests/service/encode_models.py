@@ -26,7 +26,7 @@ from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.app import create_app
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.schemas.replies import EncodeReply
-from triptych.service.settings.service_settings import Limits, ServiceSettings
+from triptych.service.settings.service_settings import ServiceSettings
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "Ada", "Love", "##lace"]
 PROJECTION = torch.empty(7, 32).normal_(generator=torch.Generator().manual_seed(1))  # of late interaction
@@ -71,13 +71,19 @@ def encode_app(*kinds: str, tokenizer: Tokenizer | None = None, **folders: Path)
 class Client:
     """A client of the application for synchronous tests."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, limits: Limits) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, app: Starlette) -> None:
         self._loop = loop
         self._http = http
-        self.limits = limits
+        self._app = app
+        self.limits = app.state.service.limits
+        self.images = app.state.service.images
 
     def post(self, path: str = "/encode", **body: Any) -> httpx.Response:
         return self._loop.run_until_complete(self._http.post(path, json=body))
+
+    def call(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request in the terms of ASGI."""
+        self._loop.run_until_complete(self._app(scope, receive, send))
 
     def get(self, path: str) -> httpx.Response:
         return self._loop.run_until_complete(self._http.get(path))
@@ -102,7 +108,7 @@ def client_of(app: Starlette) -> Iterator[Client]:
     lifespan = app.router.lifespan_context(app)
     loop.run_until_complete(lifespan.__aenter__())
     try:
-        yield Client(loop, http, app.state.service.limits)
+        yield Client(loop, http, app)
     finally:
         loop.run_until_complete(http.aclose())
         loop.run_until_complete(lifespan.__aexit__(None, None, None))

@@ -61,7 +61,7 @@ def test_a_file_that_takes_too_long_is_refused_and_the_next_one_is_decoded(large
 
 
 def test_the_images_of_a_request_have_a_bound_and_the_loop_goes_on(large: bytes) -> None:
-    pool = ImagePool(10.0, 64_000_000)
+    pool = ImagePool(10.0, 64_000_000, 1 << 30)
     longest, tries = 0.0, list[float]()
 
     async def watch() -> None:
@@ -73,12 +73,12 @@ def test_the_images_of_a_request_have_a_bound_and_the_loop_goes_on(large: bytes)
 
     async def work() -> None:
         watcher = asyncio.create_task(watch())
-        images = pool.request(PROCESSING)
+        images = pool.request()
         for _ in range(2):
-            await images.prepare(large)
+            await images.prepare(large, PROCESSING)
         with pytest.raises(ImageError, match="max_image_pixels"):
-            await images.prepare(large)
-        await pool.request(PROCESSING).prepare(large)
+            await images.prepare(large, PROCESSING)
+        await pool.request().prepare(large, PROCESSING)
         watcher.cancel()
 
     while len(tries) < 4 and (not tries or min(tries) > 0.05):  # a busy machine computes more slowly

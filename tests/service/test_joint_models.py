@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -165,6 +166,11 @@ def test_embeddings_in_the_forms_of_jina_and_infinity(client: Client) -> None:
         ({"input": "w1", "split": "pooled"}, "split", "has no meaning with output 'embedding' of model clip"),
         ({"input": "w1", "chunks": [[0, 1]]}, "chunks", "has no meaning"),
         ({"input": "w1 " * 30}, "input", "20"),
+        (
+            {"input": [{"image": coded(FILES[0])}], "output": "zero_shot", "labels": ["w1", "w1 " * 30]},
+            "labels[1]",
+            "labels[1] has",
+        ),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], param: str, words: str, client: Client) -> None:
@@ -174,6 +180,78 @@ def test_what_is_refused(fields: dict[str, Any], param: str, words: str, client:
 def test_a_model_of_texts_reads_no_images_among_texts(client: Client) -> None:
     error = check_error(client.post(model="bert", input=[{"image": coded(FILES[0])}, "w1"]), 400, "input[0]")
     assert "bert reads text, not images" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"modality": "image", "input": [{"text": "w1"}]}, "input[0]"),
+        ({"modality": "text", "input": ["w1", {"image": coded(FILES[0])}]}, "input[1]"),
+        ({"modality": "image", "input": [coded(FILES[0])], "late_chunking": True}, "late_chunking"),
+    ],
+)
+def test_inputs_of_another_modality_are_refused(fields: dict[str, Any], param: str, client: Client) -> None:
+    check_error(client.post("/v1/embeddings", model="clip", **fields), 400, param)
+
+
+def test_labels_are_read_once_for_all_images(client: Client) -> None:
+    given = {"model": "clip", "input": [{"image": coded(one)} for one in FILES], "output": "zero_shot"}
+    reply = client.encode(labels=LABELS, **given)
+    alone = [client.encode(**(given | {"input": [one]}), labels=LABELS)["data"][0] for one in given["input"]]
+    assert [one | {"index": 0} for one in reply["data"]] == alone
+    sentences = client.encode(model="clip", input=[f"This is a photo of {label}." for label in LABELS])
+    assert reply["usage"]["prompt_tokens"] == 3 * 17 + sentences["usage"]["prompt_tokens"]
+    check_error(client.post(labels=LABELS * 682, **given), 413, "input")
+
+
+def test_base64_may_have_line_breaks(client: Client) -> None:
+    lines = base64.encodebytes(FILES[0]).decode()
+    [broken, whole] = client.encode(model="clip", input=[{"image": lines}, {"image": coded(FILES[0])}])["data"]
+    assert broken["embedding"] == whole["embedding"]
+
+
+def test_images_of_all_requests_have_a_bound(client: Client) -> None:
+    """A request alone is taken; its room is free again however it ends."""
+    pool = client.images
+    pool._most_bytes, most = 3 * 34 * 34, pool._most_bytes
+    try:
+        given = {"model": "clip", "input": [{"image": coded(one)} for one in FILES]}
+        assert client.post(**given).status_code == 200
+        check_error(client.post(**(given | {"input": [{"image": "AAAA"}]})), 400, "input[0].image")
+        assert pool.held_bytes == 0
+        with pool.request() as other:
+            other.hold(1)
+            reply = client.post(**given)
+            assert reply.status_code == 429 and "decoded images" in reply.json()["error"]["message"]
+        assert pool.held_bytes == 0 and client.post(**given).status_code == 200
+    finally:
+        pool._most_bytes = most
+
+
+def test_no_more_files_are_decoded_once_the_client_has_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({"model": "clip", "input": [{"image": coded(FILES[0])}] * 50}).encode()
+    messages = iter([{"type": "http.request", "body": body}])
+    decoded, replies = 0, list[Any]()
+
+    async def prepare(*_: object) -> tuple[bytes, int]:
+        nonlocal decoded
+        decoded += 1
+        await asyncio.sleep(0.01)
+        return bytes(3 * 34 * 34), 1
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is None:
+            await asyncio.sleep(0.05)
+        return message or {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        replies.append(message)
+
+    monkeypatch.setattr(client.images, "prepare", prepare)
+    scope = {"type": "http", "method": "POST", "path": "/encode", "query_string": b"", "http_version": "1.1"}
+    client.call(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
+    assert 0 < decoded < 25 and client.images.held_bytes == 0
+    assert replies[0]["status"] == 499
 
 
 def test_too_long_a_text_is_truncated_if_asked(client: Client) -> None:

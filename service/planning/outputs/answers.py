@@ -162,11 +162,13 @@ def zero_shot_item(result: InputResult) -> Json:
     return _ranked(labels, scores)
 
 
-def image_labels(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
-    """Return an image, and a sentence for each label, as CLIP's authors classify images by labels."""
-    if sent.image is None:
-        raise invalid(f"{sent.param} must be an image: model {checked.served.name} labels images", sent.param)
-    return [sent, *(EncodeInput("labels", one) for one in _sentences(checked.body, _IMAGE_TEMPLATE))]
+def image_labels(checked: CheckedInputs) -> list[EncodeInput]:
+    """Return a sentence for each label, as CLIP's authors classify images by labels; raises a 400 without images."""
+    for sent in checked.inputs:
+        if sent.image is None:
+            raise invalid(f"{sent.param} must be an image: model {checked.served.name} labels images", sent.param)
+    sentences = _sentences(checked.body, _IMAGE_TEMPLATE)
+    return [EncodeInput(f"labels[{at}]", one) for at, one in enumerate(sentences)]
 
 
 def image_labels_item(result: InputResult) -> Json:

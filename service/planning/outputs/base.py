@@ -94,8 +94,8 @@ class OutputKind:
     """One value of `output` in a body of /encode.
 
     `fields` are the fields of the body that this output reads and not all others do. `readings` makes from an input the
-    texts that the engine reads, and `as_read` changes their tokens. `settings` returns fields of their requests to the
-    engine. `item` returns the item of the reply.
+    texts that the engine reads, `shared` the texts that all inputs have in common, and `as_read` changes their tokens.
+    `settings` returns fields of their requests to the engine. `item` returns the item of the reply.
     """
 
     name: str
@@ -112,6 +112,7 @@ class OutputKind:
     room: Callable[[CheckedInputs], int | None] | None = None  # maximum tokens of a text; the model's limit holds too
     as_read: Callable[[CheckedInputs, EncodeInput, Encoded], Encoded] | None = None
     readings: Callable[[CheckedInputs, EncodeInput], list[EncodeInput]] | None = None
+    shared: Callable[[CheckedInputs], list[EncodeInput]] | None = None
     settings: Callable[[CheckedInputs, EncodeInput, Encoded], Mapping[str, Any]] | None = None
 
 

@@ -155,7 +155,7 @@ _JOINT = {
         needs=(_TOKENIZER,),
         fields=frozenset({"truncate", "labels", "hypothesis_template"}),
         verbatim=True,
-        readings=answers.image_labels,
+        shared=answers.image_labels,
     ),
 }
 

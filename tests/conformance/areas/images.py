@@ -184,16 +184,16 @@ def _wrong(choose: random.Random) -> Iterator[tuple[str, bytes]]:
 async def _hostile(report: Report) -> None:
     """Each file is refused in words, or gives pixels of the model's size, soon and with little memory here."""
     processing = ImageProcessing(32, (32, 32), None, 3, False, 1 / 255, (0.5,) * 3, (0.5,) * 3)
-    pool, before = ImagePool(10.0, 10**12), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool, before = ImagePool(10.0, 10**12, 1 << 30), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wrong = _wrong(random.Random(0))
     files = [*_bombs()]
     files += [next(wrong) for _ in range(_HOSTILE - len(files))]
-    images = pool.request(processing)
-    await images.prepare(file(picture(8, 8)))  # starts the process
+    images = pool.request()
+    await images.prepare(file(picture(8, 8)), processing)  # starts the process
     for name, data in files:
         began = time.monotonic()
         try:
-            taken = len(await images.prepare(data)) == 3 * 32 * 32 and name.startswith("spoiled")
+            taken = len(await images.prepare(data, processing)) == 3 * 32 * 32 and name.startswith("spoiled")
             told = "pixels of a file that must be refused"
         except ImageError as error:
             taken, told = 0 < len(str(error)) <= 300 and "\n" not in str(error), str(error)
