@@ -25,7 +25,7 @@ MODEL = """
     system              : errors
     gguf                : errors
     text                : errors api system gguf
-    vision              : errors config
+    vision              : errors config api
     speech/resampling
     speech/audio_file   : speech/resampling
     speech/log_mel      : errors

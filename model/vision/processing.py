@@ -20,19 +20,31 @@ from triptych.model.vision.decoding import MAX_PIXELS, ImageError, decode
 if TYPE_CHECKING:
     from PIL import Image  # imported where an image is read: text models do not need it
 
-_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers of the filters, also in preprocessor_config.json
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # Pillow's numbers of the filters, also in preprocessor_config.json
 
 _OPENAI_MEAN, _OPENAI_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _OPENAI = {"resample": _BICUBIC, "image_mean": _OPENAI_MEAN, "image_std": _OPENAI_STD, "default_to_square": False}
 # What a class of processor has for fields that its file lacks, where that is not ViT's.
-_CLASSES: Mapping[str, Mapping[str, Any]] = {
+_CLASSES: dict[str, Mapping[str, Any]] = {
     "CLIP": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
     "Bit": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
     "DeiT": {"resample": _BICUBIC, "size": 256, "do_center_crop": True, "crop_size": 224},
     "Siglip": {"resample": _BICUBIC, "size": {"height": 224, "width": 224}, "default_to_square": False},
+    "Llava": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
+    "Gemma3": {"size": {"height": 224, "width": 224}},
+    "Qwen2VL": {**_OPENAI, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
+    "Pixtral": {**_OPENAI, "size": {"longest_edge": 1024}},
+    "Idefics3": {"resample": _LANCZOS, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+    "Gemma4": {"resample": _BICUBIC, "do_normalize": False, "max_soft_tokens": 280},
 }
-_TYPES = {"clip": "CLIP", "siglip": "Siglip"}  # the class of a model type, where a file names none
-_LONGEST_SIDE = 16_384  # pixels that a processor may resize a side to
+_CLASSES["SmolVLM"] = _CLASSES["Idefics3"]
+# The class of a model type, where a file names none.
+_TYPES = {
+    **{"clip": "CLIP", "siglip": "Siglip", "llava": "CLIP", "gemma3": "Gemma3", "gemma4": "Gemma4"},
+    **{"mistral3": "Pixtral", "idefics3": "Idefics3", "smolvlm": "SmolVLM"},
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen2VL"),
+}
+LONGEST_SIDE = 16_384  # pixels that a processor may resize a side to
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +70,12 @@ class ImageProcessing:
 
     def prepare(self, data: bytes) -> bytes:
         """Return an image file's RGB pixels `[3, size, size]`, 8 bits each; raises `ImageError`."""
+        return np.asarray(self.resized(decode(data)), dtype=np.uint8).transpose(2, 0, 1).tobytes()
+
+    def resized(self, image: Image.Image) -> Image.Image:
+        """Return an image as a square of `size`; raises `ImageError`."""
         from PIL import Image
 
-        image = decode(data)
         if self.resize is not None:
             image = image.resize(self.resize[::-1], Image.Resampling(self.resample))
         elif self.shortest_edge is not None:
@@ -74,7 +89,13 @@ class ImageProcessing:
             raise ImageError(
                 f"the image has {image.width} x {image.height} pixels, the model reads {self.size} squared"
             )
-        return np.asarray(image, dtype=np.uint8).transpose(2, 0, 1).tobytes()
+        return image
+
+
+def processor_class(raw: Mapping[str, Any], model_type: str) -> str:
+    """Return the name of the class that prepares images, without what follows it (`CLIP`); "" where nothing says it."""
+    name = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or "")
+    return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) or _TYPES.get(model_type, "")
 
 
 def with_defaults(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -82,8 +103,7 @@ def with_defaults(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
     A single number is the shorter edge for the classes that keep proportions (CLIP's older files).
     """
-    name = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or "")
-    kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) or _TYPES.get(model_type, "")
+    kind = processor_class(raw, model_type)
     found = {**_CLASSES.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
     size = found.get("size")
     if isinstance(size, int) and not isinstance(size, bool) and found.get("default_to_square") is False:
@@ -151,8 +171,8 @@ def _is_number(value: object) -> bool:
 
 
 def _side(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LONGEST_SIDE:
-        raise ConfigError(f"{where} must be a number of pixels from 1 to {_LONGEST_SIDE}, found {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LONGEST_SIDE:
+        raise ConfigError(f"{where} must be a number of pixels from 1 to {LONGEST_SIDE}, found {value!r}")
     return value
 
 

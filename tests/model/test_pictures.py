@@ -1,0 +1,233 @@
+"""Pictures of prompts: pixels and texts equal those of the processors of `transformers`, over odd sizes."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+from tests.model.test_images import file, picture
+from triptych.model.errors import ConfigError
+from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.pictures import PictureProcessing, PreparedPicture, image_spans, picture_processing
+
+WHERE = "preprocessor_config.json"
+SIZES = [(1, 1), (37, 211), (224, 224), (333, 250), (611, 60), (200, 461), (7, 130)]
+
+
+def blocks(pixels: np.ndarray, patch: int, merge: int, order: str) -> np.ndarray:
+    """Return the patches of `[3, H, W]` in blocks; `order` is that of the pixels of a patch."""
+    side, down, across = patch * merge, pixels.shape[1] // (patch * merge), pixels.shape[2] // (patch * merge)
+    cut = pixels[:, : down * side, : across * side].reshape(3, down, merge, patch, across, merge, patch)
+    inner = (0, 3, 6) if order == "chw" else (3, 6, 0)
+    return cut.transpose(1, 4, 2, 5, *inner).reshape(down * across * merge**2, -1)
+
+
+def normalised(made: PictureProcessing, found: PreparedPicture) -> np.ndarray:
+    """Return the pixels of all parts, `[P, 3, H, W]`."""
+    pixels = np.stack([np.frombuffer(part, np.uint8) for part in found.parts]).reshape(-1, *found.shape)
+    return pixels * np.array(made.scale)[:, None, None] + np.array(made.shift)[:, None, None]
+
+
+# Type of model, class of processor, its settings, patch and merge of the model.
+CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
+    "llava": ("llava", "CLIP", {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}, 14, 1),
+    "llava siglip": ("llava", "Siglip", {"size": {"height": 45, "width": 45}}, 14, 1),
+    "gemma3": ("gemma3", "Gemma3", {"size": {"height": 56, "width": 56}}, 7, 2),
+    "qwen": ("qwen3_5", "Qwen2VL", {"patch_size": 16}, 16, 2),
+    "qwen bounds": (
+        "qwen3_vl",
+        "Qwen2VL",
+        {"size": {"shortest_edge": 4096, "longest_edge": 16384}, "patch_size": 8, "image_mean": [0.5] * 3},
+        8,
+        2,
+    ),
+    "qwen older": ("qwen2_5_vl", "Qwen2VL", {"min_pixels": 3136, "max_pixels": 30000}, 14, 2),
+    "pixtral": ("mistral3", "Pixtral", {"size": {"longest_edge": 100}, "patch_size": 28}, 14, 2),
+    "pixtral of llava": ("llava", "Pixtral", {"patch_size": {"height": 16, "width": 16}}, 16, 1),
+    "gemma4": ("gemma4", "Gemma4", {"max_soft_tokens": 70}, 16, 3),
+    "smolvlm": (
+        "smolvlm",
+        "SmolVLM",
+        {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}},
+        8,
+        2,
+    ),
+    "idefics3": (
+        "idefics3",
+        "Idefics3",
+        {"size": {"longest_edge": 75}, "max_image_size": {"longest_edge": 48}},
+        8,
+        3,
+    ),
+    "idefics3 whole": (
+        "idefics3",
+        "Idefics3",
+        {"max_image_size": {"longest_edge": 48}, "do_image_splitting": False},
+        8,
+        3,
+    ),
+}
+
+
+def theirs(kind: str, settings: dict[str, Any], data: bytes, patch: int, merge: int) -> tuple[np.ndarray, Any]:
+    """Return the patches of `transformers` in our order, and all that its processor returned."""
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**settings)
+    extra = {"return_row_col_info": True} if kind in ("Idefics3", "SmolVLM") else {}
+    image = Image.open(BytesIO(data)).convert("RGB")
+    found = processor([[image]] if extra else [image], return_tensors="np", **extra)
+    values = found["pixel_values"]
+    if kind == "Qwen2VL":  # channels, two equal frames, pixels
+        frames = values.reshape(len(values), 3, 2, patch, patch)
+        np.testing.assert_array_equal(frames[:, :, 0], frames[:, :, 1])
+        return frames[:, :, 0].reshape(len(values), -1), found
+    if kind == "Gemma4":  # patches by rows, then padding
+        rows = found["image_position_ids"][0]
+        number = int((rows[:, 0] >= 0).sum())
+        across, down = rows[:number].max(0) + 1
+        grid = values[0, :number].reshape(down // merge, merge, across // merge, merge, -1)
+        return grid.transpose(0, 2, 1, 3, 4).reshape(number, -1), found
+    tiles = values[0] if extra else values
+    return np.concatenate([blocks(tile, patch, merge, "chw") for tile in tiles]), found
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompts_picture_is_that_of_transformers(case: str, size: tuple[int, int]) -> None:
+    model_type, kind, settings, patch, merge = CASES[case]
+    data = file(picture(*size), "PNG")
+    made = picture_processing(
+        {"image_processor_type": f"{kind}ImageProcessorFast", **settings}, model_type, patch, merge, {}, WHERE
+    )
+    found = made.prepare_picture(data)
+    order = "hwc" if kind == "Gemma4" else "chw"
+    ours = np.concatenate([blocks(part, patch, merge, order) for part in normalised(made, found)])
+    patches, all_found = theirs(kind, settings, data, patch, merge)
+    assert ours.shape == patches.shape
+    assert np.abs(ours - patches).max() < 2e-6
+    positions = found.num_positions * len(found.parts)
+    assert positions == len(patches) // merge**2
+    assert made.placeholder(found) == placeholder(case, all_found, patch, merge, found.num_positions)
+    assert made.placeholder(found).count(made.token) == positions
+
+
+def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -> str:
+    """Return what the processor of the model's type puts into a prompt."""
+    if "qwen" in case:
+        return "<|image_pad|>" * positions
+    if case == "gemma3":
+        tokenizer = SimpleNamespace(
+            boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
+        )
+        whole = f"\n\n{tokenizer.boi_token}{tokenizer.image_token * positions}{tokenizer.eoi_token}\n\n"
+        return str(Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), found, 0))
+    if case == "gemma4":
+        tokens = SimpleNamespace(boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>")
+        return str(Gemma4Processor.replace_image_token(tokens, found, 0))
+    if case.startswith("pixtral"):
+        height, width = found["image_sizes"][0]  # its processor cannot be imported without torchvision
+        rows = ["[IMG]" * (width // patch // merge)] * (height // patch // merge)
+        return "[IMG_BREAK]".join(rows) + "[IMG_END]"
+    if case.startswith(("idefics3", "smolvlm")):
+        processor = SimpleNamespace(
+            fake_image_token="<fake_token_around_image>",
+            global_image_tag="<global-img>",
+            image_token="<image>",
+            image_seq_len=positions,
+        )
+        return str(Idefics3Processor.replace_image_token(processor, found, 0))
+    return "<image>" * positions
+
+
+@pytest.mark.parametrize("case", ["qwen", "pixtral of llava", "gemma4", "smolvlm", "gemma3"])
+def test_a_low_detail_takes_no_more_positions(case: str) -> None:
+    model_type, kind, settings, patch, merge = CASES[case]
+    made = picture_processing(
+        {
+            **settings,
+            "image_processor_type": f"{kind}ImageProcessor",
+            **({"max_soft_tokens": 280} if case == "gemma4" else {}),
+        },
+        model_type,
+        patch,
+        merge,
+        {},
+        WHERE,
+    )
+    data = file(picture(1500, 900), "JPEG")
+    low, high = (made.prepare_picture(data, detail) for detail in ("low", "high"))
+    fixed = case == "gemma3"
+    counts = [made.placeholder(one).count(made.token) for one in (low, high)]
+    assert counts[0] == counts[1] if fixed else counts[0] < counts[1] / 2
+    assert counts[0] == low.num_positions * len(low.parts)
+
+
+def test_a_folders_own_tokens_stand_for_a_picture() -> None:
+    made = picture_processing(
+        {"patch_size": 28, "size": {"longest_edge": 56}},
+        "mistral3",
+        14,
+        2,
+        {"image_token": "<p>", "image_break_token": "/"},
+        WHERE,
+    )
+    found = made.prepare_picture(file(picture(56, 56)))
+    assert made.placeholder(found) == "<p><p>/<p><p>[IMG_END]"
+    assert made.mark == "<p>"
+
+
+@pytest.mark.parametrize("case", ["qwen", "pixtral", "smolvlm", "gemma3"])
+def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
+    model_type, kind, settings, patch, merge = CASES[case]
+    raw = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    made = picture_processing(raw, model_type, patch, merge, {}, WHERE)
+    found = [made.prepare_picture(file(picture(*size))) for size in ((90, 150), (64, 64))]
+    prompt = "".join(f"text{made.placeholder(one)}" for one in found)
+    ids = [ord(character) for character in prompt.replace(made.token, "\0").replace("[IMG_BREAK]", "|")]
+    spans = image_spans(ids, 0, found)
+    assert len(spans) == sum(len(one.parts) for one in found)
+    covered = [span.place(row) for span in spans for row in range(span.source.num_positions)]
+    assert covered == [place for place, token in enumerate(ids) if token == 0]
+    for wrong in ([*ids, 0], ids[: max(covered)]):
+        with pytest.raises(ValueError, match="places for pictures"):
+            image_spans(wrong, 0, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("Donut", {}, "DonutImageProcessor are not served"),
+        ("Qwen2VL", {"do_resize": False}, "do_resize = false"),
+        ("Qwen2VL", {"patch_size": 16}, "patch_size is 16, config.json has 14"),
+        ("Qwen2VL", {"merge_size": 3}, "merge_size is 3"),
+        ("Qwen2VL", {"size": {"shortest_edge": 1}}, "size: longest_edge must be"),
+        ("Qwen2VL", {"size": {"shortest_edge": 1, "longest_edge": 10**12}}, "from 1 to 32,000,000"),
+        ("Qwen2VL", {"size": {"shortest_edge": 1, "longest_edge": 9}}, "784 pixels or more"),
+        ("Pixtral", {"size": {"height": 9, "width": 9}}, "size: longest_edge must be"),
+        ("SmolVLM", {"max_image_size": {"longest_edge": 30}}, "max_image_size must be a multiple of 28"),
+        ("CLIP", {"size": 30, "do_center_crop": False}, "squares of one size"),
+        ("Gemma4", {"max_soft_tokens": True}, "max_soft_tokens must be a number"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_pictures_are_refused(kind: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        picture_processing({"image_processor_type": f"{kind}ImageProcessor", **settings}, "llava", 14, 2, {}, WHERE)
+    assert WHERE in str(refused.value)
+
+
+@pytest.mark.parametrize(("case", "size"), [("qwen", (1, 202)), ("pixtral of llava", (1, 16000))])
+def test_a_picture_that_no_patch_fits_is_refused(case: str, size: tuple[int, int]) -> None:
+    model_type, kind, settings, patch, merge = CASES[case]
+    raw = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    made = picture_processing(raw, model_type, patch, merge, {}, WHERE)
+    with pytest.raises(ImageError, match=f"{size[0]} x {size[1]} pixels"):
+        made.prepare_picture(file(picture(*size)))
