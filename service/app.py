@@ -47,7 +47,7 @@ from triptych.service.routes import (
     text2text,
     tokens,
 )
-from triptych.service.settings.api_keys import KeyRing, Tenants
+from triptych.service.settings.api_keys import KeyRing
 from triptych.service.settings.service_settings import ServiceSettings
 from triptych.service.speech import routes as audio
 from triptych.service.speech.routes import speech_planner
@@ -88,13 +88,9 @@ def create_app(
     models: Models,
     settings: ServiceSettings,
     reader: ModelReader | None = None,
-    tenants: Tenants | None = None,
     replicas: Replicas | None = None,
 ) -> Application:
-    """Build the application for the `models` that `client` runs; `reader` reads models that are loaded on demand.
-
-    `tenants` names the holders of keys; cached results and prefixes are separated by these names.
-    """
+    """Build the application for the `models` that `client` runs; `reader` reads models that are loaded on demand."""
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, models, settings, metrics, reader, replicas)
     speech = speech_planner(service)
@@ -115,7 +111,7 @@ def create_app(
     accounts = Accounts(metrics, TABLE)
     origins = CrossOrigins(settings.cors_origins)
     sites = Sites(origins, settings.allowed_hosts if settings.checks_host else None)
-    guard = Guard(TABLE, settings.limits, keys, admins, tenants or Tenants(), sites)
+    guard = Guard(TABLE, settings.limits, keys, admins, sites)
     app = Application(
         lifespan=lifespan,
         middleware=[

@@ -66,9 +66,11 @@ MODEL = """
                           engine engine/planning llm
 """
 SERVICE = """
-    settings            : model/errors model/api model/system model/checkpoint model/pretrained model/names
+    settings/tenant
+    settings            : settings/tenant model/errors model/api model/system model/checkpoint model/pretrained
+                          model/names
     sandbox             : model/errors model/system model/text
-    core/request_context
+    core/request_context : settings/tenant
     core/errors         : model/errors core/request_context
     core/context_bound  : core/errors
     chat/template_files : model/errors model/gguf model/system model/text model/checkpoint

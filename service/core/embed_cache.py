@@ -132,7 +132,7 @@ class CachingClient:
         found: list[EncodeOutput | _Waiter] = []
         begun: list[_Computation] = []
         context = current()
-        tenant = "" if context is None else context.tenant
+        tenant = "" if context is None else context.tenant.id
         for request in requests:
             key = _key(tenant, request)
             kept = self.store.get(key)

@@ -91,6 +91,23 @@ def unauthorized(message: str, challenge: str = "Bearer") -> ApiError:
     return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
+def expired_key(tenant: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    message = f"this API key of {tenant} has expired; ask the operator for a new one"
+    return ApiError(401, message, type="authentication_error", code="expired_api_key", headers=headers)
+
+
+def too_many_wrong_keys() -> ApiError:
+    message = "too many wrong API keys are being sent, so this one was not checked; try again"
+    headers = {"Retry-After": "1"}
+    return ApiError(429, message, type="authentication_error", code="too_many_wrong_keys", headers=headers)
+
+
+def model_not_allowed(model: str, tenant: str) -> ApiError:
+    message = f"the API key of {tenant} may not use model {shorten(model)}; GET /v1/models lists those that it may use"
+    return ApiError(403, message, type="permission_error", param="model", code="model_not_allowed")
+
+
 def not_found(message: str, code: str = "not_found", param: str | None = None) -> ApiError:
     return ApiError(404, message, type="not_found_error", param=param, code=code)
 

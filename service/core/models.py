@@ -23,10 +23,19 @@ from triptych.model.errors import ConfigError
 from triptych.model.text.infilling import Infilling
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.chat_template import ChatTemplate
-from triptych.service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
+from triptych.service.core.errors import (
+    ApiError,
+    invalid,
+    listed,
+    model_not_allowed,
+    not_found,
+    shorten,
+    unavailable,
+    unknown_model,
+)
 from triptych.service.core.models_folder import Stamp
 from triptych.service.core.pair_template import PairTemplate
-from triptych.service.core.request_context import RequestContext
+from triptych.service.core.request_context import RequestContext, current
 
 
 class Task(StrEnum):
@@ -307,8 +316,10 @@ class Models:
 
     @property
     def candidates(self) -> list[ServedModel]:
-        """The models that requests may name: loaded ones, then available ones."""
-        return [*self.loaded, *self.available]
+        """The models that the current request may name: loaded ones, then available ones."""
+        context = current()
+        found = [*self.loaded, *self.available]
+        return found if context is None else [one for one in found if context.tenant.may_use(one.name)]
 
     @property
     def names(self) -> list[str]:
@@ -351,7 +362,7 @@ class Models:
         return [one for one in self if one.spec.adapter_of == model.name]
 
     def choose(self, name: str | None, task: Task) -> str:
-        """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 400 or 503.
+        """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 403, 400 or 503.
 
         The model may not be loaded yet.
         """
@@ -360,6 +371,9 @@ class Models:
         found = self.candidate(name)
         if found is None:
             raise self.unknown(name)
+        context = current()
+        if context is not None and not context.tenant.may_use(name):
+            raise model_not_allowed(name, context.tenant.name)
         if not found.serves(task):
             raise self._wrong_task(found, task)
         return name

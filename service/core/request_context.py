@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from triptych.service.settings.tenant import NO_TENANT, Tenant
+
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break after it
 
@@ -28,7 +30,7 @@ class RequestContext:
     scheme: str = "http"  # of the connection to this service
     traceparent: str = ""  # W3C Trace Context, as the client sent it
     tracestate: str = ""
-    tenant: str = ""  # a hash that identifies the API key; empty without keys
+    tenant: Tenant = NO_TENANT  # the holder of the API key
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0  # of the input, found in the prefix cache

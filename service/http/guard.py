@@ -11,10 +11,12 @@ from starlette.types import Scope
 
 from triptych.service.core.errors import (
     ApiError,
+    expired_key,
     forbidden,
     headers_too_large,
     no_room,
     too_large,
+    too_many_wrong_keys,
     unauthorized,
     unsupported_coding,
 )
@@ -22,9 +24,11 @@ from triptych.service.core.request_context import current
 from triptych.service.http.message_head import Headers, all_of, header_of
 from triptych.service.http.route_table import MAX_BODY, RouteTable
 from triptych.service.http.sites import Sites
-from triptych.service.settings.api_keys import KeyRing, Tenants
+from triptych.service.settings.api_keys import KeyRing, TooManyWrongKeys
+from triptych.service.settings.key_lines import KeyLine
 from triptych.service.settings.service_settings import Limits
 
+TENANT = "triptych.tenant"  # in the scope of a request that the service makes itself: for whom
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 
@@ -37,7 +41,6 @@ class Guard:
         limits: Limits,
         keys: KeyRing | None,
         admins: KeyRing | None,
-        tenants: Tenants,
         sites: Sites,
     ) -> None:
         """Read from `table` which routes need no key, and which need a key of `admins`."""
@@ -47,13 +50,26 @@ class Guard:
         self._limits = limits
         self._keys = keys
         self._admins = admins
-        self._tenants = tenants
+
+    async def prove_key(self, scope: Scope) -> None:
+        """Compare a key with its hash, if that was not done before; raises a 429 while wrong keys come too fast."""
+        rings = (self._keys, self._admins)
+        if scope["path"] in self._open_paths or not any(ring is not None and ring.has_hashes for ring in rings):
+            return
+        self._check_headers(scope)
+        key = _key_in(scope["headers"])
+        for ring in rings:
+            if ring is not None and ring.is_unproved(key):
+                try:
+                    await ring.prove(key)
+                except TooManyWrongKeys:
+                    raise too_many_wrong_keys() from None
 
     def check(self, scope: Scope) -> None:
         """Raise `ApiError` for a request that is refused; the key's holder becomes the tenant of the context."""
         self._check_headers(scope)
         self._check_key(scope)
-        if scope["path"] not in self._open_paths:
+        if scope["path"] not in self._open_paths and TENANT not in scope:
             self._sites.check(scope, is_own_key=self._has_own_key(scope))
         self._check_declared_body(scope)
 
@@ -89,24 +105,29 @@ class Guard:
             raise headers_too_large(message)
 
     def _check_key(self, scope: Scope) -> None:
-        headers = scope["headers"]
+        headers, context = scope["headers"], current()
+        if context is not None and TENANT in scope and scope["path"] not in self._admin_paths:
+            context.tenant = scope[TENANT]
+            return
         if scope["path"] in self._admin_paths and self._admins is not None:
             self._check_admin_key(self._admins, headers)
             return
         if self._keys is not None and scope["path"] not in self._open_paths:
-            digest = self._keys.find(_key_in(headers))
-            if digest is None:
+            line = self._keys.find(_key_in(headers))
+            if line is None:
                 page = "text/html" in (header_of(headers, b"accept") or "")
                 message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
                 raise unauthorized(message, _BROWSER if page else "Bearer")
-            context = current()
             if context is not None:
-                context.tenant = self._tenants.name(digest)
+                context.tenant = line.tenant
+            _check_time(line)
 
     def _check_admin_key(self, admins: KeyRing, headers: Headers) -> None:
         """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
         key = _key_in(headers)
-        if admins.find(key) is not None:
+        line = admins.find(key)
+        if line is not None:
+            _check_time(line)
             return
         if self._keys is not None and self._keys.find(key) is not None:
             raise forbidden("this route needs an admin key; this key is an API key", "admin_key_required")
@@ -119,6 +140,12 @@ class Guard:
         declared = header_of(scope["headers"], b"content-length") or ""
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.max_body_bytes(scope)):
             raise self.body_too_large(scope)
+
+
+def _check_time(line: KeyLine) -> None:
+    """Raise a 401 for a key that has expired."""
+    if line.has_expired:
+        raise expired_key(line.tenant.name)
 
 
 def _key_in(headers: Headers) -> bytes:

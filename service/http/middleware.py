@@ -122,6 +122,7 @@ class GuardMiddleware:
             await self._app(scope, receive, send)
             return
         try:
+            await self._guard.prove_key(scope)
             self._guard.check(scope)
         except ApiError as error:
             await render(error)(scope, receive, send)

@@ -19,6 +19,7 @@ from triptych.service.core.errors import draining, scrub, unavailable
 from triptych.service.core.models import Models
 from triptych.service.core.models_folder import ModelsFolder
 from triptych.service.core.response_store import ResponseStore, StoredResponse
+from triptych.service.core.state_folder import StateFolder
 from triptych.service.core.threads import Threads
 from triptych.service.core.write_batch import WriteBatch
 from triptych.service.images.image_pool import ImagePool
@@ -77,6 +78,7 @@ class Service:
         limits = self.limits
         self.images = ImagePool(limits.image_decode_s, limits.max_image_pixels, limits.max_image_held_bytes)
         self.encode_planner = EncodePlanner(models, client, limits, self.threads)
+        self.state_folder = StateFolder.of(settings.state_dir, shared=replicas is not None)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())
         watched = settings.models.models_dir if reader is not None else ""
@@ -116,6 +118,8 @@ class Service:
         await asyncio.to_thread(self.grammars.close)
         await asyncio.to_thread(self.images.close)
         await self.client.close()
+        if self.state_folder is not None:
+            await asyncio.to_thread(self.state_folder.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from triptych.model.api.request import Request, token_source
+from triptych.model.api.request import MAX_PRIORITY, MIN_PRIORITY, Request, token_source
 from triptych.model.api.sampling_bounds import length_of
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.api.stats import ModelInfo
@@ -34,7 +34,14 @@ def engine_id(request_id: str) -> str:
 def cache_salt(requested: str | None) -> str:
     """Return the salt of the prefix cache: requests share prefixes if their API key and `cache_salt` are equal."""
     context = current()
-    return f"{context.tenant if context is not None else ''}/{requested or ''}"
+    return f"{context.tenant.id if context is not None else ''}/{requested or ''}"
+
+
+def priority_of(requested: int) -> int:
+    """Return the priority of a request: what it asks for and that of its key, together."""
+    context = current()
+    own = context.tenant.priority if context is not None else 0
+    return min(max(requested + own, MIN_PRIORITY), MAX_PRIORITY)
 
 
 class Tokens(NamedTuple):
@@ -75,7 +82,7 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
         prompt_token_ids=tokens.decoder if encodes else ids,
         params=with_lengths(checked.sampling, beams, body, served, start, max(1, max_tokens)),
         source=token_source(ids) if encodes else None,
-        priority=body.priority,
+        priority=priority_of(body.priority),
         cache_salt=cache_salt(body.cache_salt),
         arrival_time=arrival,
         deadline=arrival + (body.timeout_s or limits.request_timeout_s),

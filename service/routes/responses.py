@@ -82,7 +82,7 @@ async def retrieve(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Forgets a response and its conversation."""
     service, response_id = service_of(request), request.path_params["response_id"]
-    if not await service.forget_response(context_of_request().tenant, response_id):
+    if not await service.forget_response(context_of_request().tenant.id, response_id):
         raise _not_kept(service.responses, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -114,7 +114,7 @@ async def input_items(request: Request) -> Response:
 async def _stored(request: Request) -> StoredResponse:
     """Return the stored response whose id is in the URL; raises a 404 if none is kept."""
     service, response_id = service_of(request), request.path_params["response_id"]
-    found = await service.stored_response(context_of_request().tenant, response_id)
+    found = await service.stored_response(context_of_request().tenant.id, response_id)
     if found is None:
         raise _not_kept(service.responses, response_id)
     return found
@@ -136,7 +136,7 @@ async def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[s
     name = "previous_response_id"
     if not service.responses.is_on:
         raise invalid(f"{name}: this service keeps no responses; send the whole conversation", name, "not_supported")
-    found = await service.stored_response(context_of_request().tenant, body.previous_response_id)
+    found = await service.stored_response(context_of_request().tenant.id, body.previous_response_id)
     if found is None:
         message = f"{name}: no response {shorten(body.previous_response_id)} is kept; send the whole conversation"
         raise invalid(message, name, "previous_response_not_found")
@@ -149,5 +149,5 @@ def _keeper(
     """Return the function that stores the conversation with its answer; None if nothing is to be stored."""
     if body.store is False or not service.responses.is_on:
         return None
-    tenant = context_of_request().tenant
+    tenant = context_of_request().tenant.id
     return lambda id, answer, reply: service.responses.put(tenant, id, [*messages, answer], reply)

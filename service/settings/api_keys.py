@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import asyncio
 import logging
 import os
-import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from triptych.model.errors import ConfigError
-from triptych.service.settings.service_settings import ServiceSettings, check_key
+from triptych.service.settings.key_lines import Hashed, KeyLine, digest, plain_line, public_id, read_lines
+from triptych.service.settings.service_settings import ServiceSettings
 
 _CHECK_SECONDS = 1.0  # minimum time between two checks of the file
 _MAX_BYTES = 1 << 20
-_MAX_NAMED = 4_096  # keys whose tenants are remembered
+_MOST_PROVED = 4_096  # keys whose hashes were computed and are remembered, right and wrong ones
+_MOST_PROVING = 8  # keys whose hashes are computed or wait for that; others are refused meanwhile
+_WRONG_SECONDS = 1.0  # after a wrong key for a line, until another key is compared with its hash
 
 logger = logging.getLogger(__name__)
 
 
+class TooManyWrongKeys(Exception):
+    """Wrong keys come so fast that this one is not compared with a hash now."""
+
+
 class KeyRing:
-    """Checks keys. If the file becomes unreadable or holds no key, the last valid keys stay in force."""
+    """Finds the holders of keys. If the file becomes unreadable or holds no key, the last valid keys stay in force.
+
+    Keys are looked up by their SHA-256, so the time of a look-up says nothing about other keys. A key that the file has
+    as a hash is proved once, in a thread; then its SHA-256 is known too.
+    """
 
     def __init__(self, keys: Iterable[str] = (), file: str = "", setting: str = "api_key_file") -> None:
         """`setting` names the file in errors. Raises `ConfigError` for a missing file or an invalid key in it."""
-        self._fixed = frozenset(digest(key.encode()) for key in keys)
+        self._fixed = {line.digest: line for line in map(plain_line, keys)}
         self._file = Path(file) if file else None
         self._setting = setting
-        self._from_file: frozenset[bytes] = frozenset()
+        self._for_admins = setting != "api_key_file"
+        self._plain: dict[bytes, KeyLine] = {}
+        self._hashed: dict[str, KeyLine] = {}
+        self._proved: OrderedDict[tuple[bytes, bytes], bool] = OrderedDict()  # by key digest and hash
+        self._proving = 0
+        self._wrong: dict[str, float] = {}  # when a key was last found to be wrong, by the id of its line
         self._checked = time.monotonic()
         self._stamp: tuple[int, ...] = ()
+        self.is_broken = False  # the file could not be read since it changed
+        self._thread = ThreadPoolExecutor(1, "triptych-keys")
         if self._file is not None:
             self._stamp = _stamp(self._file)
-            self._from_file = _read(self._file, setting)
+            self._take(_read(self._file, setting, for_admins=self._for_admins))
 
     @classmethod
     def of(cls, settings: ServiceSettings) -> KeyRing | None:
@@ -48,12 +66,55 @@ class KeyRing:
             return None
         return cls(settings.admin_keys, settings.admin_key_file, "admin_key_file")
 
-    def find(self, key: bytes) -> bytes | None:
-        """Return the digest of a valid key, else None. Compares it with every key, in constant time for each."""
+    def find(self, key: bytes) -> KeyLine | None:
+        """Return the line of a valid key, else None; the key may have expired. `prove` must have seen a hashed one."""
         self._refresh()
         presented = digest(key)
-        known = [hmac.compare_digest(presented, one) for one in (*self._fixed, *self._from_file)]
-        return presented if any(known) else None
+        found = self._plain.get(presented) or self._fixed.get(presented)
+        if found is None and self._hashed:
+            line = self._hashed.get(public_id(key))
+            if line is not None and self._proved.get((presented, line.digest)):
+                return line
+        return found
+
+    @property
+    def has_hashes(self) -> bool:
+        """Whether the file has a key as a hash."""
+        return bool(self._hashed)
+
+    def is_unproved(self, key: bytes) -> bool:
+        """Return whether `prove` has to compute a hash before `find` knows the key."""
+        line = self._hashed.get(public_id(key)) if self._hashed else None
+        return line is not None and (digest(key), line.digest) not in self._proved
+
+    async def prove(self, key: bytes) -> None:
+        """Compare a key with the hash of its line; raises `TooManyWrongKeys` if wrong ones come too fast."""
+        line = self._hashed.get(public_id(key))
+        if line is None or not isinstance(line.key, Hashed):
+            return
+        since = time.monotonic() - self._wrong.get(line.key.id, -_WRONG_SECONDS)
+        if self._proving >= _MOST_PROVING or since < _WRONG_SECONDS:
+            raise TooManyWrongKeys
+        self._proving += 1
+        try:
+            right = await asyncio.get_running_loop().run_in_executor(self._thread, line.key.matches, key)
+        finally:
+            self._proving -= 1
+        if not right:
+            self._wrong[line.key.id] = time.monotonic()
+        self._proved[digest(key), line.digest] = right
+        if len(self._proved) > _MOST_PROVED:
+            self._drop_one()
+
+    def _drop_one(self) -> None:
+        """Forget the oldest wrong key, else the oldest key."""
+        oldest = next((one for one, right in self._proved.items() if not right), next(iter(self._proved)))
+        del self._proved[oldest]
+
+    def names(self) -> set[str]:
+        """Return the names of all holders."""
+        lines = (*self._fixed.values(), *self._plain.values(), *self._hashed.values())
+        return {line.tenant.name for line in lines}
 
     def _refresh(self) -> None:
         """Read the file again if it has changed, at most once a second."""
@@ -65,38 +126,23 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            self._from_file = _read(self._file, self._setting)
+            lines = _read(self._file, self._setting, for_admins=self._for_admins)
         except ConfigError as error:
+            self.is_broken = True
             logger.error("the keys are unchanged: %s", error)
         else:
-            logger.info("%s has changed: read %d keys", self._setting, len(self._from_file))
+            self.is_broken = False
+            self._take(lines)
+            logger.info("%s has changed: read %d keys", self._setting, len(lines))
+
+    def _take(self, lines: list[KeyLine]) -> None:
+        self._plain = {line.digest: line for line in lines if isinstance(line.key, bytes)}
+        self._hashed = {line.key.id: line for line in lines if isinstance(line.key, Hashed)}
+        self._wrong.clear()
 
 
-class Tenants:
-    """Names of the holders of keys: hashes with a secret, which reveal nothing about the keys."""
-
-    def __init__(self, secret: bytes = b"") -> None:
-        """Processes with the same `secret` give the same names; by default the secret is random."""
-        self._secret = secret or secrets.token_bytes(32)
-        self._names: dict[bytes, str] = {}
-
-    def name(self, key_digest: bytes) -> str:
-        """Return the name of a valid key's holder, by the key's digest."""
-        name = self._names.get(key_digest)
-        if name is None:
-            if len(self._names) >= _MAX_NAMED:  # the key file has changed often
-                self._names.clear()
-            name = self._names[key_digest] = hmac.new(self._secret, key_digest, "sha256").hexdigest()
-        return name
-
-
-def digest(key: bytes) -> bytes:
-    """Hash a key; all digests have the same length, so that comparing them reveals nothing about the keys' lengths."""
-    return hashlib.sha256(key).digest()
-
-
-def _read(file: Path, setting: str) -> frozenset[bytes]:
-    """Return the digests of the keys, one a line; skips empty lines and lines that begin with `#`."""
+def _read(file: Path, setting: str, *, for_admins: bool) -> list[KeyLine]:
+    """Return the lines of a key file; raises `ConfigError`."""
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
@@ -107,13 +153,10 @@ def _read(file: Path, setting: str) -> frozenset[bytes]:
         raise ConfigError(f"{setting} {file} is not ASCII text") from None
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{setting} {file} has more than {_MAX_BYTES} bytes")
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    keys = [(number, line) for number, line in lines if line and not line.startswith("#")]
-    if not keys:
+    lines = read_lines(text, f"{setting} {file}", for_admins=for_admins)
+    if not lines:
         raise ConfigError(f"{setting} {file} contains no key; expected one a line")
-    for number, key in keys:
-        check_key(key, f"line {number} of {setting} {file}")
-    return frozenset(digest(key.encode()) for _, key in keys)
+    return lines
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -178,6 +178,7 @@ class ServiceSettings:
     )
     reasoning_format: str = "auto"  # how models mark reasoning; none: it is part of the content
     embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
+    state_dir: str = ""  # a folder for what survives a restart: usage, files and batches; empty: nothing does
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
     vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
     metrics_port: int = 0  # another port for /metrics, /livez and /readyz, without a key; 0: none

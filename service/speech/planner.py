@@ -24,7 +24,7 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import invalid, unavailable
 from triptych.service.core.models import Models, ServedModel, Task
 from triptych.service.planning.admission import check_request, check_room, loaded_info
-from triptych.service.planning.requests import cache_salt, engine_id
+from triptych.service.planning.requests import cache_salt, engine_id, priority_of
 from triptych.service.planning.tokenization import TokenizerThreads, check_vocabulary
 from triptych.service.sandbox.process_pool import WorkerError
 from triptych.service.settings.service_settings import Limits
@@ -136,7 +136,7 @@ class SpeechPlanner:
             served.name,
             (),
             SamplingParams(),
-            priority=body.priority,
+            priority=priority_of(body.priority),
             cache_salt=cache_salt(body.cache_salt),
             arrival_time=arrival,
             deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),

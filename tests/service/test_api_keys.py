@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.service.support import ask, make_app
 from triptych.model.errors import ConfigError
-from triptych.service.settings import api_keys
+from triptych.service.core.request_context import RequestContext, set_current
+from triptych.service.planning.requests import priority_of
+from triptych.service.settings import api_keys, key_lines
 from triptych.service.settings.api_keys import KeyRing
+from triptych.service.settings.key_lines import KeyLine, new_key, read_lines
 from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.settings.tenant import UNNAMED, Tenant
+
+scrypt = key_lines._scrypt
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +57,7 @@ def test_changes_count_without_a_restart(file: Path) -> None:
     assert good(ring, "beta", "epsilon") == [False, True]
 
 
-@pytest.mark.parametrize("broken", ["", "# none\n", "two words\n", "schlüssel\n", None])
+@pytest.mark.parametrize("broken", ["", "# none\n", "three words here\n", "schlüssel\n", None])
 def test_a_broken_file_opens_nothing_and_locks_nobody_out(
     file: Path, broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,18 +67,18 @@ def test_a_broken_file_opens_nothing_and_locks_nobody_out(
     else:
         file.write_text(broken)
     for _ in range(3):
-        assert good(ring, "alpha", "", "two words", "two") == [True, False, False, False]
+        assert good(ring, "alpha", "", "words", "three words here") == [True, False, False, False]
     assert len(caplog.records) == 1  # not one with every request
     file.write_text("zeta\n")
     assert good(ring, "alpha", "zeta") == [False, True]
-    assert "zeta" not in caplog.text and "schl" not in caplog.text and "two words" not in caplog.text
+    assert "zeta" not in caplog.text and "schl" not in caplog.text and "here" not in caplog.text
 
 
 def test_at_the_start_a_broken_file_is_an_error_that_names_the_line(file: Path, tmp_path: Path) -> None:
-    file.write_text("fine\nnot fine\n")
-    with pytest.raises(ConfigError, match=r"line 2 of api_key_file .*keys must be printable ASCII") as error:
+    file.write_text("fine\nsch\x01n\n")
+    with pytest.raises(ConfigError, match=r"line 2 of api_key_file .* must be printable ASCII") as error:
         KeyRing((), str(file))
-    assert "not fine" not in str(error.value)
+    assert "sch" not in str(error.value)
     with pytest.raises(ConfigError, match="No such file"):
         KeyRing((), str(tmp_path / "absent"))
 
@@ -98,8 +106,93 @@ def test_the_service_follows_its_file(file: Path) -> None:
     assert ask(app, "GET", "/info", headers=bearer("new")).status_code == 200
 
 
-def test_processes_of_one_secret_name_the_holder_of_a_key_alike() -> None:
-    key, other = api_keys.digest(b"alpha"), api_keys.digest(b"beta")
-    ours, same, strange = api_keys.Tenants(b"secret"), api_keys.Tenants(b"secret"), api_keys.Tenants()
-    assert ours.name(key) == same.name(key) != ours.name(other)
-    assert strange.name(key) not in (ours.name(key), api_keys.Tenants().name(key))
+def named(text: str) -> dict[str, KeyLine]:
+    return {line.tenant.name: line for line in read_lines(text, "the file")}
+
+
+def test_lines_have_names_and_what_is_allowed() -> None:
+    found = named(
+        "alice a1 requests/min=10 tokens/min=1000 concurrent=2 priority=-5 models=code-*,chat expires=2027-01-31\n"
+        "alice a2 requests/min=10 tokens/min=1000 concurrent=2 priority=-5 models=code-*,chat\nplain\n"
+    )
+    alice = found["alice"].tenant
+    assert (alice.requests_per_minute, alice.tokens_per_minute, alice.concurrent, alice.priority) == (10, 1000, 2, -5)
+    assert [alice.may_use(name) for name in ("code-7b", "chat", "chat2", "mycode-")] == [True, True, False, False]
+    assert found["alice"].expires == math.inf  # of the last line with this name
+    assert not found[UNNAMED].tenant.has_quota and found[UNNAMED].tenant.may_use("any")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("alice secret colour=red", "line 1 of the file: unknown option 'colour'; expected some of requests/min"),
+        ("alice secret tokens/min=many", "tokens/min: found 'many', expected a whole number"),
+        ("alice secret tokens/min=0", "tokens/min: found '0'"),
+        ("alice secret priority=101", "priority: found '101', expected a whole number from -100 to 100"),
+        ("alice secret expires=soon", "expires: found 'soon', expected a date"),
+        ("alice secret models=a,,b", "models: found"),
+        ("alice secret concurrent=1 concurrent=2", "concurrent is given twice"),
+        ("al/ice secret", "a name is 1 to 64 letters"),
+        ("unnamed secret", "a name is"),
+        ("alice scrypt$14$short", "the hash is broken"),
+        ("alice secret\nbob secret", "line 2 of the file: an earlier line has the same key"),
+        ("alice secret\nalice secret2 concurrent=1", "line 2 of the file: alice has other options"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_problem_and_never_its_key(line: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as error:
+        read_lines(line, "the file")
+    assert "secret" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_admin_keys_have_no_limits_that_would_not_hold() -> None:
+    read_lines("root secret expires=2999-01-01", "the file", for_admins=True)
+    with pytest.raises(ConfigError, match="unknown option 'tokens/min'; expected some of expires"):
+        read_lines("root secret tokens/min=5", "the file", for_admins=True)
+
+
+def test_an_expired_key_says_so(file: Path) -> None:
+    file.write_text("alice old expires=2020-01-01\nalice new\n")
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+    refused = ask(app, "GET", "/info", headers=bearer("old"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "expired_api_key")
+    assert ask(app, "GET", "/info", headers=bearer("wrong")).json()["error"]["code"] == "invalid_api_key"
+    assert ask(app, "GET", "/info", headers=bearer("new")).status_code == 200
+
+
+def test_a_key_that_is_a_hash_is_computed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, hashed = new_key()
+    file.write_text(f"alice {hashed}\nbob plain\n")
+    computed = []
+    monkeypatch.setattr(key_lines, "_scrypt", lambda *given: computed.append(given) or scrypt(*given))
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+    wrong = key[:-1] + ("A" if key[-1] != "A" else "B")
+    assert [ask(app, "GET", "/info", headers=bearer(one)).status_code for one in (key, key, "plain")] == [200] * 3
+    assert len(computed) == 1
+    answers = [ask(app, "GET", "/info", headers=bearer(one)) for one in (wrong, wrong, wrong[::-1], "tk-x", key)]
+    assert [one.status_code for one in answers] == [401, 401, 401, 401, 200] and len(computed) == 2
+    other = ask(app, "GET", "/info", headers=bearer(wrong[:-2] + "CC"))  # a second wrong one within a second
+    assert (other.status_code, other.json()["error"]["code"], len(computed)) == (429, "too_many_wrong_keys", 2)
+
+
+def test_a_key_may_be_bound_to_models(file: Path) -> None:
+    file.write_text("alice a1 models=enc*\nbob b1\n")
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+    body = {"model": "gen", "prompt": [5, 6], "max_tokens": 1}
+    refused = ask(app, "POST", "/generate", json=body, headers=bearer("a1"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+    assert refused.json()["error"]["param"] == "model"
+    assert ask(app, "POST", "/generate", json=body, headers=bearer("b1")).status_code == 200
+    names = [
+        {one["id"] for one in ask(app, "GET", "/v1/models", headers=bearer(key)).json()["data"]} for key in ("a1", "b1")
+    ]
+    assert names[0] < names[1] and "gen" in names[1] - names[0]
+
+
+def test_priority_of_a_key_is_added_to_that_of_a_request(file: Path) -> None:
+    context = RequestContext("r", tenant=Tenant("alice", "name:alice", priority=-5))
+    set_current(context)
+    try:
+        assert [priority_of(one) for one in (0, 3, -98)] == [-5, -2, -100]
+    finally:
+        set_current(RequestContext("none"))

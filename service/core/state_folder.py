@@ -1,0 +1,171 @@
+"""The folder in which the service keeps what must survive a restart (`--state-dir`), with one SQLite database.
+
+`StateFolder` locks the folder: one service of the local runtime, or the replicas of one machine, may use it. `Database`
+has one connection and one thread, which executes all work on it in order. What was queued together is committed
+together, and a result is given out only after the commit: it survives a kill and a power cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from triptych.model.errors import ConfigError
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], Any]
+
+_FILE = "triptych.sqlite"
+_BUSY_SECONDS = 10.0  # to wait for the writes of another replica
+_MOST_TOGETHER = 256  # pieces of work in one transaction
+
+
+class Database:
+    """An SQLite database that one thread of this process reads and writes."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Open `file`, or a database in memory. Raises `ConfigError`."""
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._file = file
+        try:
+            self._connection = self._open()
+        except sqlite3.Error as error:
+            raise ConfigError(f"state_dir: {file} cannot be opened as an SQLite database: {error}") from None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def _open(self) -> sqlite3.Connection:
+        name = ":memory:" if self._file is None else str(self._file)
+        connection = sqlite3.connect(
+            name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
+        )
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")  # a commit is on the disk
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("CREATE TABLE IF NOT EXISTS schemas (part TEXT PRIMARY KEY, version INTEGER NOT NULL)")
+        return connection
+
+    def upgrade(self, part: str, steps: Sequence[str]) -> None:
+        """Bring the tables of a `part` of the service up to date: run those of the `steps` that were not run yet.
+
+        A step is a script of SQL, which is never changed later. Call it before the first `run`. Raises `ConfigError`.
+        """
+        execute = self._connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")  # another replica may be doing the same
+            row = execute("SELECT version FROM schemas WHERE part = ?", (part,)).fetchone()
+            version = 0 if row is None else int(row[0])
+            if version > len(steps):
+                raise ConfigError(
+                    f"state_dir: {self._file} was written by a newer version of triptych ({part} {version}, known: "
+                    f"{len(steps)}); use that version, or another folder"
+                )
+            for step in steps[version:]:
+                for statement in filter(str.strip, step.split(";")):
+                    execute(statement)
+            execute("INSERT OR REPLACE INTO schemas VALUES (?, ?)", (part, len(steps)))
+            execute("COMMIT")
+        except sqlite3.Error as error:
+            raise ConfigError(f"state_dir: {self._file}: {error}") from None
+        finally:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+
+    def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Let the thread execute `work`; the future has its result once it is committed, or what it raised.
+
+        Work that raises is undone, and only it.
+        """
+        future: Future[T] = Future()
+        if self._closed:
+            raise RuntimeError("the database is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="triptych-state", daemon=True)
+            self._thread.start()
+        future.set_running_or_notify_cancel()  # so that a caller who stops waiting does not cancel the work
+        self._queue.put((work, future))
+        return future
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the result of `work` once it is committed. It goes on if the caller is cancelled."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def close(self) -> None:
+        """Finish all work and close the database."""
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self._connection.close()
+
+    def _work(self) -> None:
+        ends = False
+        while not ends:
+            together = [self._queue.get()]
+            while len(together) < _MOST_TOGETHER and not self._queue.empty():
+                together.append(self._queue.get_nowait())
+            ends = None in together
+            self._commit([one for one in together if one is not None])
+
+    def _commit(self, together: Sequence[tuple[Work, Future[Any]]]) -> None:
+        """Execute pieces of work in one transaction, and then give out their results."""
+        results: list[tuple[Future[Any], Any]] = []
+        execute = self._connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            for work, future in together:
+                execute("SAVEPOINT piece")
+                try:
+                    results.append((future, work(self._connection)))
+                except Exception as error:
+                    execute("ROLLBACK TO piece")
+                    future.set_exception(error)
+                execute("RELEASE piece")
+            execute("COMMIT")
+        except Exception as error:  # a full disk, or a writer of another process that does not end
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            for _, future in together:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for future, result in results:
+            future.set_result(result)
+
+
+class StateFolder:
+    """The locked folder `path` with its database, `db`."""
+
+    def __init__(self, path: str, *, shared: bool = False) -> None:
+        """Make and lock the folder, for all replicas together if `shared`. Raises `ConfigError`."""
+        self.path = Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.close(os.open(self.path / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # for its owner alone
+        except OSError as error:
+            raise ConfigError(f"state_dir {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"state_dir {path}: another service uses this folder; give each its own") from None
+        self.db = Database(self.path / _FILE)
+
+    @classmethod
+    def of(cls, path: str, *, shared: bool = False) -> StateFolder | None:
+        """Return the folder of the setting `state_dir`; None if it is empty."""
+        return cls(path, shared=shared) if path else None
+
+    def close(self) -> None:
+        """Finish all writes, and unlock the folder."""
+        self.db.close()
+        os.close(self._lock)
