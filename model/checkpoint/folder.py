@@ -41,6 +41,7 @@ from triptych.model.checkpoint.processors import (
     IMAGE_PARTS,
     IMAGE_SETTINGS,
     MISSING,
+    read_pictures,
     read_processor,
     warnings_of,
 )
@@ -243,8 +244,12 @@ def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | N
 def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[ModelConfig, ImageProcessing | None]:
     """Return the network at the size of its images, and how these become pixels.
 
-    By the usual settings of its type where the folder does not say.
+    By the usual settings of its type where the folder does not say; a decoder then reads no pictures.
     """
+    if config.pictures is not None:
+        pictures, found = read_pictures(path, config)
+        warnings += found
+        return config if pictures is not None else replace(config, pictures=None), pictures
     if config.image is None:
         return config, None
     if (processor := read_processor(path, IMAGE_PARTS)) is None:

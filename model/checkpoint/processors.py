@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.model.checkpoint.json_files import Table, Use, asked_for, read_json, table, unknown
+from triptych.model.config.model import ModelConfig
 from triptych.model.errors import ConfigError, listed
+from triptych.model.vision.pictures import MARKS, PictureProcessing, picture_processing
 
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -43,6 +45,23 @@ IMAGE_SETTINGS = table(  # of ViTImageProcessor, and of its relatives' where the
         *("data_format", "input_data_format", "return_tensors", "device", "disable_grouping", "image_seq_length"),
     ),
 )
+PICTURE_SETTINGS = {  # of the processors of models that read pictures in prompts
+    **IMAGE_SETTINGS,
+    **table(
+        served=(
+            *("patch_size", "merge_size", "min_pixels", "max_pixels", "pooling_kernel_size", "max_soft_tokens"),
+            *("max_image_size", "do_image_splitting"),
+        ),
+        refused=("pad_size",),
+        unused=(
+            *("do_pad", "return_row_col_info", "background_color"),  # of a batch; here each picture is read alone
+            *("temporal_patch_size", "num_frames", "fps", "video_sampling", "num_crops"),  # of films
+            # Arguments of a call, which the reference takes from its own class.
+            *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+            "pan_and_scan_min_ratio_to_activate",
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +94,28 @@ def warnings_of(processor: ProcessorSettings, known: Table) -> list[str]:
         raise ConfigError(f"{processor.where}: {key} = {value!r} is not served; remove it if the model does without")
     names = unknown(processor.settings, known)
     return [f"{processor.where}: unknown settings are ignored: {listed(names)}"] if names else []
+
+
+def read_pictures(path: Path, config: ModelConfig) -> tuple[PictureProcessing | None, list[str]]:
+    """Return how the pictures of prompts are prepared, with warnings; None where the folder does not say."""
+    assert config.pictures is not None
+    if (processor := read_processor(path, IMAGE_PARTS)) is None:
+        return None, [f"{MISSING}: pictures are not read"]
+    patches = config.pictures.patches
+    spelled = {**_spelled(read_json(path / "tokenizer_config.json")), **_spelled(read_json(path / PROCESSOR))}
+    warnings = warnings_of(processor, PICTURE_SETTINGS)
+    settings, where = processor.settings, processor.where
+    return picture_processing(settings, config.model_type, patches.size, patches.merge, spelled, where), warnings
+
+
+def _spelled(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the tokens of pictures that a tokenizer or a processor spells in its own way."""
+    parts = (settings.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens"))
+    found = {}
+    for part in (settings, *parts):
+        for name in MARKS:
+            token = part.get(name) if isinstance(part, dict) else None
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and token:
+                found[name] = token
+    return found

@@ -261,6 +261,8 @@ def picture_processing(
     tokens = {**_SPELLED, **defaults, **spelled}
     written: dict[str, Any] = {key: text.format(**tokens) for key, text in texts.items()}
     if way is Way.SQUARE:
+        if settings.get("do_pad"):
+            raise ConfigError(f"{where}: do_pad = true is not served for pictures of one size")
         size = prepared_size(settings, where)
         if size is None:
             raise ConfigError(f"{where}: pictures must be cropped or resized to squares of one size")

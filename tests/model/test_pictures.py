@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.model.test_images import file, picture
+from triptych.model.checkpoint.processors import read_pictures
 from triptych.model.errors import ConfigError
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.pictures import PictureProcessing, PreparedPicture, image_spans, picture_processing
@@ -214,6 +218,7 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
         ("Pixtral", {"size": {"height": 9, "width": 9}}, "size: longest_edge must be"),
         ("SmolVLM", {"max_image_size": {"longest_edge": 30}}, "max_image_size must be a multiple of 28"),
         ("CLIP", {"size": 30, "do_center_crop": False}, "squares of one size"),
+        ("Llava", {"do_pad": True}, "do_pad = true"),
         ("Gemma4", {"max_soft_tokens": True}, "max_soft_tokens must be a number"),
     ],
     ids=str,
@@ -231,3 +236,30 @@ def test_a_picture_that_no_patch_fits_is_refused(case: str, size: tuple[int, int
     made = picture_processing(raw, model_type, patch, merge, {}, WHERE)
     with pytest.raises(ImageError, match=f"{size[0]} x {size[1]} pixels"):
         made.prepare_picture(file(picture(*size)))
+
+
+def test_a_folder_says_how_its_pictures_are_prepared(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(
+        model_type="mistral3", pictures=SimpleNamespace(patches=SimpleNamespace(size=14, merge=2))
+    )
+    assert read_pictures(tmp_path, config) == (
+        None,
+        ["preprocessor_config.json and processor_config.json are missing: pictures are not read"],
+    )
+    image = {
+        "image_processor_type": "PixtralImageProcessorFast",
+        "size": {"longest_edge": 56},
+        "odd": 1,
+        "do_pad": True,
+    }
+    whole = {"image_processor": image, "patch_size": 14, "image_break_token": "<nl>"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    special = {"image_token": {"content": "<pic>"}, "boi_token": 3}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": special}))
+    made, warnings = read_pictures(tmp_path, config)
+    assert made is not None
+    assert (made.most, made.token, made.row_end) == (56, "<pic>", "<nl>")
+    assert warnings == ["processor_config.json: image_processor: unknown settings are ignored: odd"]
+    assert PictureProcessing(**json.loads(json.dumps(asdict(made)))).prepare_picture(
+        file(picture(50, 90))
+    ) == made.prepare_picture(file(picture(50, 90)))
