@@ -78,7 +78,10 @@ def lora_families(stats: Iterable[EngineStats]) -> Iterator[Metric]:
 def _renamed(family: Metric, name: str) -> Metric:
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
+        if sample.labels.get("task", "generate") != "generate":
+            continue  # vLLM's are of generations
         labels = {"model_name" if key == "model" else key: value for key, value in sample.labels.items()}
+        labels.pop("task", None)
         renamed.add_sample(sample.name.replace(family.name, name, 1), labels, sample.value)
     return renamed
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Final, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,10 +25,11 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Metric,
+    ProcessCollector,
     disable_created_metrics,
-    generate_latest,
     multiprocess,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from triptych.model.api.request import FinishReason, Timings
@@ -46,7 +48,7 @@ from triptych.service.observability.metric_parts import (
 
 disable_created_metrics()  # these times would be a fifth of all series, and have no use
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-")  # W3C Trace Context
 
 _UPDATE_SECONDS = 1.0
 
@@ -54,6 +56,9 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+# Of latencies that have objectives: ten bounds a decade (ISO 3, R10), so that a percentile is found within some 10 %.
+_R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
+_FINE_SECONDS = (0.0005, *(float(f"{value}e{power}") for power in range(-3, 2) for value in _R10), 100.0, 200.0, 600.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})  # a client may send any other word
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 _LENGTHS = (*_SIZES, 32_768, 65_536, 131_072)
@@ -68,6 +73,8 @@ class Metrics:
         """`vllm_names`: also export the metrics under vLLM's names. Raises `ConfigError`."""
         make_folder()
         self.registry = CollectorRegistry()
+        # `process_*` of this process; of one among several replicas they would take turns.
+        self._process = None if MULTIPROCESS_FOLDER in os.environ else ProcessCollector(registry=None)
         self._vllm_names = vllm_names
         self._gauges: list[Gauge] = []
         self._at_load: list[Callable[[str], None]] = []
@@ -103,13 +110,14 @@ class Metrics:
         if model in self._tallies:
             self._tallies[model].flush()
         self._requests.labels(model, context.task or "", outcome.value).inc()
-        self._e2e.labels(model).observe(timings.total_ms / 1000)
+        seen = _exemplar(context)
+        self._e2e.labels(model, context.task or "").observe(timings.total_ms / 1000, seen)
         if not has_output:
             return
         self._queue_time.labels(model).observe(timings.queue_ms / 1000)
         self._prefill.labels(model).observe(timings.prefill_ms / 1000)
         if context.task == "generate":
-            self._ttft.labels(model).observe(timings.ttft_ms / 1000)
+            self._ttft.labels(model).observe(timings.ttft_ms / 1000, seen)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
             self._output_lengths.labels(model).observe(context.tokens_out)
 
@@ -179,6 +187,7 @@ class Metrics:
             self._rejections.labels(model, reason)
         for task in tasks:
             self._received.labels(task)
+            self._e2e.labels(model, task)
             for outcome in FinishReason:
                 self._requests.labels(model, task, outcome.value)
             if task is Task.GENERATE:
@@ -193,16 +202,22 @@ class Metrics:
         self._batch_tokens.labels(stats.model).observe(stats.num_tokens)
         self._batch_sequences.labels(stats.model).observe(stats.num_sequences)
 
-    def render(self, client: EngineClient) -> bytes:
-        """Return the text for a scrape, with the current state of the engines."""
+    def render(self, client: EngineClient, accept: str = "") -> tuple[bytes, str]:
+        """Return the text for a scrape, with the current state of the engines, and its content type.
+
+        `accept` is the header of that name: OpenMetrics, which has exemplars, is sent to those that ask for it.
+        """
         self.update_engines(client)
         # Ray may write its own metrics into the shared folder; they are omitted.
         families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
         _drop_unloaded(families)
+        if self._process is not None:
+            families += self._process.collect()
         if self._vllm_names:
             families += vllm_families(families, client.models)
             families += lora_families(client.stats().values())
-        return generate_latest(_Families(families))
+        encode, content_type = choose_encoder(accept)
+        return encode(_Families(families)), content_type
 
     async def update_forever(self, client: EngineClient) -> None:
         """Update the gauges every second if other processes report this one's values."""
@@ -332,10 +347,19 @@ class Metrics:
 
     def _make_histograms(self) -> None:
         self._ttft = self.histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
+            "time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token.",
+            buckets=_FINE_SECONDS,
         )
-        self._inter_token = self.histogram("inter_token_latency_seconds", "Seconds between two tokens of a sequence.")
-        self._e2e = self.histogram("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
+        self._inter_token = self.histogram(
+            "inter_token_latency_seconds", "Seconds between two tokens of a sequence.", buckets=_FINE_SECONDS
+        )
+        self._e2e = self.histogram(
+            "e2e_request_latency_seconds",
+            "Seconds from a request's arrival to its end.",
+            "task",
+            buckets=_FINE_SECONDS,
+        )
         self._queue_time = self.histogram(
             "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."
         )
@@ -403,6 +427,17 @@ class Metrics:
         self._build_info = self._gauge(
             "build_info", "Version and configuration of a model, in labels; always 1.", *labels, over_replicas="max"
         )
+
+
+def _exemplar(context: RequestContext) -> dict[str, str] | None:
+    """Return the id of the request's trace, which links a bucket to it; None if the client sent none.
+
+    Processes that share their metrics in files have no exemplars.
+    """
+    if not context.traceparent or MULTIPROCESS_FOLDER in os.environ:
+        return None
+    found = _TRACE.match(context.traceparent)
+    return {"trace_id": found[1]} if found else None
 
 
 def _drop_unloaded(families: Iterable[Metric]) -> None:

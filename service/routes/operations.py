@@ -17,7 +17,6 @@ from triptych.service.http.bodies import json_response
 from triptych.service.http.json_replies import Json
 from triptych.service.http.route_table import Routes, in_path, replies
 from triptych.service.lifecycle.state import Service, service_of
-from triptych.service.observability.metrics import CONTENT_TYPE
 from triptych.service.planning.capabilities import capabilities
 from triptych.service.planning.outputs.registry import available
 from triptych.service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
@@ -82,10 +81,13 @@ async def info(request: Request) -> Response:
 
 @routes.get("/metrics", "Prometheus metrics", replies("Prometheus text format.", texts=("text/plain",)))
 async def metrics(request: Request) -> Response:
-    """Returns counters, gauges and histograms, whose names begin with `triptych_`."""
+    """Returns counters, gauges and histograms, whose names begin with `triptych_`, and `process_*` of this process.
+
+    A request with `Accept: application/openmetrics-text` gets OpenMetrics, where latencies name the trace of a request.
+    """
     service = service_of(request)
-    text = service.metrics.render(service.client)
-    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+    text, content_type = service.metrics.render(service.client, request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
 
 
 @routes.get(

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from triptych.service.core.errors import ApiError, not_found
 from triptych.service.http.bodies import json_response
 from triptych.service.http.bounded_protocol import bounded_protocol
+from triptych.service.http.message_head import header_of
 from triptych.service.lifecycle.state import Service
-from triptych.service.observability.metrics import CONTENT_TYPE
 from triptych.service.settings.service_settings import Limits
 
 _CLOSE_SECONDS = 5  # after the drain, for replies that are still being sent
@@ -64,17 +64,18 @@ class MonitoringApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = self._reply(scope["method"], scope["path"])
+            response = self._reply(scope["method"], scope["path"], header_of(scope["headers"], b"accept") or "")
         except ApiError as error:
             response = json_response(error.body(), error.status, error.headers)
         await response(scope, receive, send)
 
-    def _reply(self, method: str, path: str) -> Response:
+    def _reply(self, method: str, path: str, accept: str) -> Response:
         service = self._service
         if method not in ("GET", "HEAD") or path not in _MONITORING:
             raise not_found(f"this port answers GET of {', '.join(_MONITORING)}")
         if path == "/metrics":
-            return Response(service.metrics.render(service.client), headers={"Content-Type": CONTENT_TYPE})
+            text, content_type = service.metrics.render(service.client, accept)
+            return Response(text, headers={"Content-Type": content_type})
         if path == "/livez":
             service.check_live()
         else:

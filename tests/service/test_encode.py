@@ -16,7 +16,18 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
+from tests.service.support import (
+    App,
+    ask,
+    check_accounts,
+    counted,
+    hold,
+    make_app,
+    run,
+    samples,
+    until,
+    word_tokenizer,
+)
 from tests.service.test_bad_requests import check_error
 from triptych.model.api.request import EncodeTask, Pooling
 from triptych.service.http import bodies
@@ -226,7 +237,7 @@ def test_deadline_and_cancel() -> None:
     check_accounts(app)
     for name in ("request_queue_time", "prefill"):  # there was no output, so no time until it
         assert not any(samples(app, f"triptych_{name}_seconds_count").values())
-    assert samples(app, "triptych_e2e_request_latency_seconds_count") == {("enc",): 2}
+    assert counted(app, "triptych_e2e_request_latency_seconds_count") == {("enc", "encode"): 2}
 
 
 def test_tokenize_and_back(app: App) -> None:

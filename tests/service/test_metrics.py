@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.support import ask, make_app
@@ -53,7 +55,7 @@ class Client:
 metrics.update_engines(Client())
 print("counted", flush=True)
 sys.stdin.readline()
-sys.stdout.write(metrics.render(Client()).decode())
+sys.stdout.write(metrics.render(Client())[0].decode())
 """
 
 
@@ -136,3 +138,35 @@ def test_no_series_tells_when_another_one_began() -> None:
     assert ask(app, "POST", "/generate", json={"model": "gen", "prompt": "a", "max_tokens": 1}).status_code == 200
     text = ask(app, "GET", "/metrics").text
     assert "triptych_requests_total{" in text and "_created" not in text
+
+
+def test_openmetrics_names_the_trace_of_a_latency() -> None:
+    app, trace = make_app(), "4bf92f3577b34da6a3ce929d0e0e4736"
+    for headers in ({"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}, {"traceparent": "nonsense"}):
+        body = {"model": "gen", "prompt": "a", "max_tokens": 1}
+        assert ask(app, "POST", "/generate", json=body, headers=headers).status_code == 200
+    reply = ask(app, "GET", "/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0,text/plain"})
+    assert reply.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(reply.text)}
+    for name in ("triptych_time_to_first_token_seconds", "triptych_e2e_request_latency_seconds"):
+        assert [one.exemplar.labels for one in families[name].samples if one.exemplar] == [{"trace_id": trace}]
+    assert families["process_resident_memory_bytes"].samples[0].value > 0
+    assert "trace_id" not in ask(app, "GET", "/metrics").text
+
+
+@pytest.mark.parametrize("median", [0.004, 0.05, 0.7, 9.0])
+def test_the_99th_percentile_is_within_a_fifth(median: float) -> None:
+    """As Prometheus computes it: linearly between the bounds of a bucket."""
+    draw = random.Random(0)
+    seconds = [median * draw.lognormvariate(0, 0.6) for _ in range(5000)]
+    metrics = Metrics()
+    observed = metrics._ttft.labels("gen")
+    for one in seconds:
+        observed.observe(one)
+    counts = [bucket.get() for bucket in observed._buckets]
+    bounds = [0.0, *observed._upper_bounds]
+    rank, seen, place = 0.99 * len(seconds), 0.0, 0
+    while seen + counts[place] < rank:
+        seen, place = seen + counts[place], place + 1
+    found = bounds[place] + (bounds[place + 1] - bounds[place]) * (rank - seen) / counts[place]
+    assert found == pytest.approx(sorted(seconds)[round(rank)], rel=0.2)
