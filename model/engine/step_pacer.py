@@ -43,6 +43,8 @@ _MAX_DEBT = 0.25  # seconds; the bound on negative credit after a step that was 
 _MIN_CHARGE = 1e-4  # seconds
 _MIN_ENCODE_SECONDS = 0.002  # of texts encoded together, if enough wait: one at a time costs more
 _FILLING = 8  # how much sooner prompts of background work run than its decode steps while its batch is half full
+_MOST_WAITING = 8  # waiting sequences for each one that decodes, which count for that
+_MOST_PLANNED = 2  # steps that are not observed yet
 _MAX_PAUSE = 1.1  # background work between two decode steps, as a multiple of the credit of one
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
@@ -154,7 +156,8 @@ class StepPacer:
         self._step_credit = 0.0  # added by the latest decode step
         self._pause = 0.0  # seconds of background work since that step
         self._anything_decodes = False
-        self._planned = defaultdict[EngineKey, deque[float]](lambda: deque(maxlen=2))  # charges of unobserved steps
+        self._planned = defaultdict[EngineKey, deque[float]](deque)  # charges of unobserved steps
+        self._filled = set[EngineKey]()  # engines that have computed prompts or sources since their last decode step
 
     def add(self, model: str, weight: float, min_chunk_tokens: int) -> None:
         """Set a model's weight and its smallest prefill chunk."""
@@ -167,6 +170,7 @@ class StepPacer:
         self._background_kinds.pop(model, None)
         for queue in (self._streams, self._background):
             queue.remove(model)
+        self._filled = {engine for engine in self._filled if engine[0] != model}
         for known in (self._costs, self._planned):
             for engine in [engine for engine in known if engine[0] == model]:
                 del known[engine]
@@ -189,6 +193,7 @@ class StepPacer:
             return
         if work.decodes:
             costs.decode.observe_mixed()
+        self._filled.add(engine)
         prefill = costs.prefill(bool(work.decodes))
         extra = max(work.seconds - (costs.decode.seconds or 0.0) * bool(work.decodes), 0.0)
         expected = {
@@ -265,11 +270,11 @@ class StepPacer:
         if kind == "decode":
             self._credit -= min_cost
             self._pause += min_cost
-            self._charge(engine, kind, min_cost, 1 + _FILLING * demand.waiting / demand.decodes)
+            self._charge(engine, kind, min_cost, self._filling(engine, demand))
             return Turn(engine, DECODES_ONLY)
         seconds = min(self._credit, max(min_cost, max_pause - self._pause))
         prompt, whole = prefill.tokens_within(seconds, demand, self._min_chunks[engine[0]])
-        self._plan(engine, prefill.seconds(demand, prompt, whole))
+        self._plan(engine, prefill.seconds(demand, prompt, whole), with_decodes=engine in streaming)
         if engine in streaming:
             self._add_credit(engine, demands, streaming)
         return Turn(engine, StepBudget(engine in streaming, prompt, whole))
@@ -283,12 +288,25 @@ class StepPacer:
         kinds = {f"{engine[1]} {kind}": (engine, kind) for engine, kind in background if engine[0] == model}
         return kinds[self._background_kinds[model].first(kinds)]
 
-    def _plan(self, engine: EngineKey, seconds: float) -> None:
-        """Charge the expected cost of prefill, which `observe` corrects."""
+    def _filling(self, engine: EngineKey, demand: StepDemand) -> float:
+        """Return how many times a background decode step is charged, so that waiting sequences begin first.
+
+        It is 1 where none can begin: the batch is full, or no block is free, so that the last turn was not used.
+        """
+        begins = engine in self._filled and demand.prefills
+        self._filled.discard(engine)
+        return 1 + _FILLING * min(demand.waiting / demand.decodes, _MOST_WAITING) if begins else 1.0
+
+    def _plan(self, engine: EngineKey, seconds: float, *, with_decodes: bool = False) -> None:
+        """Charge the expected cost of prefill, which `observe` corrects. What a turn did not use is given back."""
+        planned = self._planned[engine]
+        if len(planned) == _MOST_PLANNED:
+            unused = planned.popleft()
+            self._credit += 0.0 if with_decodes else unused
         self._credit -= seconds
         self._pause += seconds
         self._charge(engine, "prefill", seconds)
-        self._planned[engine].append(seconds)
+        planned.append(seconds)
 
     def _charge(self, engine: EngineKey, kind: str, seconds: float, times: float = 1.0) -> None:
         """Charge work to its model and, multiplied by `times`, to its kind."""

@@ -214,6 +214,35 @@ def test_a_background_batch_is_filled_before_it_decodes(running: int, least: flo
     assert least < seconds["prefill"] / sum(seconds.values()) < most
 
 
+@pytest.mark.parametrize("waiting", [8, 256])
+@pytest.mark.parametrize(
+    ("prompts", "texts"),
+    [(0, True), (2000, False)],
+    ids=["the batch is full, the model encodes too", "no block is free"],
+)
+def test_a_background_batch_decodes_where_no_waiting_sequence_can_begin(waiting: int, prompts: int, texts: bool) -> None:
+    """Check that a long queue, none of which can begin, takes no time from the sequences that decode."""
+    pacer, encode = StepPacer(), ("normalize", "encode")
+    pacer.observe(CODE, StepWork(0.004, 4))
+    for _ in range(20):
+        pacer.observe(NORMALIZE, StepWork(0.002, 8))
+        pacer.observe(NORMALIZE, StepWork(0.002, 0, 66))
+        pacer.observe(encode, StepWork(0.002, 0, 0, 66))
+    demands = {CODE: StepDemand(4, True), NORMALIZE: StepDemand(8, False, waiting, prompts)}
+    if texts:
+        demands[encode] = StepDemand(0, False, 8, 0, 66, 400)
+    seconds = {CODE: 0.0, NORMALIZE: 0.0, encode: 0.0}
+    for _ in range(4000):
+        turn = pacer.next(demands)
+        assert turn is not None
+        if turn.engine == NORMALIZE and not turn.budget.decodes:
+            continue  # which finds nothing to compute
+        work = {CODE: StepWork(0.004, 4), NORMALIZE: StepWork(0.002, 8), encode: StepWork(0.002, 0, 0, 66)}[turn.engine]
+        seconds[turn.engine] += work.seconds
+        pacer.observe(turn.engine, work)
+    assert seconds[NORMALIZE] > (0.2 if texts else 0.3) * sum(seconds.values())
+
+
 def test_unsplittable_text_waits_until_the_credit_covers_it() -> None:
     engine = Texts([2000])  # 60 ms
     shares = simulate({CODE: code(), EMBED: engine})
