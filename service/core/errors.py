@@ -27,6 +27,7 @@ from triptych.service.core.request_context import current
 logger = logging.getLogger("triptych.errors")
 
 REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # raised by an engine before any work
+NOT_BEGUN = "X-Not-Begun"  # header of refusals for which nothing was done: another replica may take the request
 NOT_SUPPORTED = "not_supported"  # code for an unsupported field of a dialect that would change the result
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
@@ -143,7 +144,7 @@ def engine_refusal(error: QueueFullError | EngineGoneError | ModelNotLoadedError
     if isinstance(error, ModelNotLoadedError):
         return unavailable("the model was unloaded before the request reached it", "model_not_ready", 1)
     if isinstance(error, EngineGoneError):
-        return unavailable("the engine has failed; a new one is starting", "engine_dead")
+        return not_begun("the engine has failed; a new one is starting", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
     return try_again("the queue is full", error.reason, min(max(1, seconds), 3600))
 
@@ -168,6 +169,13 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     return ApiError(503, message, type="unavailable_error", code=code, headers=headers)
 
 
+def not_begun(message: str, code: str) -> ApiError:
+    """Return the 503 for a request for which nothing was done, which another replica may take."""
+    error = unavailable(message, code)
+    error.headers[NOT_BEGUN] = "1"
+    return error
+
+
 def forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, message, type="permission_error", code=code)
 
@@ -177,7 +185,7 @@ def conflict(message: str, code: str, param: str | None = None) -> ApiError:
 
 
 def draining() -> ApiError:
-    return unavailable("the service is draining and accepts no new requests", "draining")
+    return not_begun("the service is draining and accepts no new requests", "draining")
 
 
 def internal(message: str = "the service failed; its log has the request id", code: str = "internal") -> ApiError:

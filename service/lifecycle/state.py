@@ -15,7 +15,7 @@ from triptych.model.api.stats import ModelInfo
 from triptych.service.chat.render_pool import RenderPool
 from triptych.service.core.embed_cache import CachingClient
 from triptych.service.core.engine_client import EngineClient, ModelReader
-from triptych.service.core.errors import draining, scrub, unavailable
+from triptych.service.core.errors import draining, not_begun, scrub, unavailable
 from triptych.service.core.models import Models
 from triptych.service.core.models_folder import ModelsFolder
 from triptych.service.core.response_store import ResponseStore, StoredResponse
@@ -191,7 +191,7 @@ class Service:
         self.check_not_draining()
         health = self.client.health()
         if not health.ready:
-            raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
+            raise not_begun(scrub(health.reason) or "the models are not ready", "not_ready")
 
     def check_not_draining(self) -> None:
         """Raise a 503 once a drain has begun."""

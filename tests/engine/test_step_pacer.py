@@ -220,7 +220,9 @@ def test_a_background_batch_is_filled_before_it_decodes(running: int, least: flo
     [(0, True), (2000, False)],
     ids=["the batch is full, the model encodes too", "no block is free"],
 )
-def test_a_background_batch_decodes_where_no_waiting_sequence_can_begin(waiting: int, prompts: int, texts: bool) -> None:
+def test_a_background_batch_decodes_where_no_waiting_sequence_can_begin(
+    waiting: int, prompts: int, texts: bool
+) -> None:
     """Check that a long queue, none of which can begin, takes no time from the sequences that decode."""
     pacer, encode = StepPacer(), ("normalize", "encode")
     pacer.observe(CODE, StepWork(0.004, 4))

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -22,10 +23,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import Response
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from tests.service.processes import ROOT
 from triptych.model.api.messages import ModelSpec
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, EngineGoneError
+from triptych.service.core.errors import ApiError, draining, engine_refusal, render, unavailable
+from triptych.service.core.request_context import is_request_id
 from triptych.service.runtimes.ray_serve import environment, haproxy
 from triptych.service.settings.serve_config import Scaling, ServeConfig
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -47,8 +53,8 @@ def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: p
 
 
 # HAProxy as Serve starts it, without a cluster: / goes to a replica that is gone, /two to a pair in which one closes
-# connections unanswered or refuses, and other paths to a single one, with Serve's own proxy as fallback. Health checks
-# are too rare to notice those faults. It ends when its standard input closes.
+# connections unanswered or refuses, /alike to three that answer, and other paths to a single one, with Serve's own
+# proxy as fallback. Health checks are too rare to notice those faults. It ends when its standard input closes.
 HAPROXY = """
 import asyncio, sys
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -57,9 +63,11 @@ from ray.serve.config import HTTPOptions
 async def main():
     options = HTTPOptions(host="127.0.0.1", port=int(sys.argv[1]))
     gone = BackendConfig("gone", "/", servers=[ServerConfig("gone", "127.0.0.1", 1)])
-    staying, leaving, *single = [ServerConfig(f"replica{port}", "127.0.0.1", int(port)) for port in sys.argv[2:]]
+    servers = [ServerConfig(f"replica{port}", "127.0.0.1", int(port)) for port in sys.argv[2:]]
+    staying, leaving, held, refused, *alike = servers
     backends = {"gone": gone, "two": BackendConfig("two", "/two", servers=[staying, leaving])}
-    for path, replica in zip(("held", "refused"), single, strict=True):
+    backends["alike"] = BackendConfig("alike", "/alike", servers=alike)
+    for path, replica in {"held": held, "refused": refused}.items():
         backends[path] = BackendConfig(
             path, "/" + path, servers=[replica], fallback_server=staying, health_check_inter="600s"
         )
@@ -100,9 +108,30 @@ class Leaving(Staying):
         type(self).asked += 1
         if self.path.endswith("/failing"):
             self.send_error(500)
-        elif self.asked % 2:
+        elif self.path.endswith("/not-loaded"):
             self.send_error(503)
+        elif self.asked % 2:
+            self.send_error(haproxy.RETRIED_STATUS)
         self.close_connection = True
+
+
+class Alike(Staying):
+    """A replica that says which one it is. Requests that wait are held until the test lets all of them go."""
+
+    wbufsize = -1  # a reply is one packet
+    waiting = threading.Semaphore(0)
+    go = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if b"wait" in body:
+            self.waiting.release()
+            self.go.wait(60)
+        said = f"{self.server.server_address[1]} {self.headers.get('x-request-id', '')}".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
 
 
 class Last(Staying):
@@ -122,6 +151,7 @@ class Last(Staying):
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[dict[str, ThreadingHTTPServer]]:
     kinds = {"staying": Staying, "leaving": Leaving, "held": Last, "refused": Staying}
+    kinds |= dict.fromkeys(("a", "b", "c"), Alike)
     with ExitStack() as stack:
         found = {n: stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), kind)) for n, kind in kinds.items()}
         for replica in found.values():
@@ -204,13 +234,124 @@ def test_haproxy_retries_on_another_replica_after_an_empty_response_or_a_503(hap
         while client.get("/info").status_code != 200:  # until both are seen to be well
             time.sleep(0.1)
         before = Staying.asked
-        replies = [client.post("/generate", json={"prompt": "a" * 1000}) for _ in range(12)]
+        replies = [client.post("/generate", json={"prompt": f"{n}" * 1000}) for n in range(12)]
         assert [reply.status_code for reply in replies] == [200] * 12
         assert Leaving.asked > 1 and Staying.asked == before + 12
         before = Staying.asked, Leaving.asked
         replies = [client.post("/failing", json={}) for _ in range(6)]
-    assert {reply.status_code for reply in replies} <= {200, 500}
-    assert Staying.asked + Leaving.asked == sum(before) + 6  # a failed request is not sent again
+        replies += [client.post("/not-loaded", json={}) for _ in range(6)]
+    assert {reply.status_code for reply in replies} == {200, 500, 503}
+    assert Staying.asked + Leaving.asked == sum(before) + 12  # what a replica has tried is not sent again
+
+
+def test_a_replica_asks_haproxy_to_send_on_what_it_has_not_begun() -> None:
+    def refuse(error: ApiError) -> int:
+        return TestClient(Sending(render(error))).get("/").status_code
+
+    assert refuse(draining()) == haproxy.RETRIED_STATUS
+    assert refuse(engine_refusal(EngineGoneError("gone"))) == haproxy.RETRIED_STATUS
+    assert refuse(unavailable("a model could not be loaded", "model_failed")) == 503  # maybe it has ended the engine
+
+
+class Sending:
+    """An application as a replica runs it for HAProxy."""
+
+    def __init__(self, reply: Response) -> None:
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._reply(scope, receive, haproxy.retried(send))
+
+
+def chat(*texts: str, system: str = "", **others: object) -> dict[str, object]:
+    """A conversation's body: turns of the user and the assistant."""
+    roles = ("user", "assistant") * len(texts)
+    messages = [{"content": text, "role": role} for text, role in zip(texts, roles, strict=False)]
+    return {**others, "messages": [{"role": "system", "content": system}] * bool(system) + messages}
+
+
+@pytest.fixture
+def alike(haproxy_address: tuple[str, int]) -> Iterator[Callable[..., str]]:
+    """Send a body to one of three replicas; which one it was, and the request's id, come back."""
+    with httpx.Client(base_url="http://{}:{}/alike".format(*haproxy_address)) as client:
+
+        def ask(body: object, path: str = "/v1/chat/completions", **headers: str) -> str:
+            reply = client.post(path, json=body, headers=headers)
+            assert reply.status_code == 200
+            return reply.text
+
+        yield ask
+
+
+def where(answers: Iterable[str]) -> set[str]:
+    return {answer.split(" ")[0] for answer in answers}
+
+
+def test_turns_of_a_conversation_reach_one_replica(alike: Callable[..., str]) -> None:
+    """Check texts with everything that JSON escapes, and conversations that share a long system prompt."""
+    for begin in ('hi "all"\\', "x" * 300, 'role": "user', "{[" * 50, "ü\n"):
+        turns = [begin, "yes", "and then?", "no"]
+        for others in ({}, {"system": "be brief " * 40}, {"model": "m", "tools": [{"role": "user", "a": [[{}]]}]}):
+            assert len(where(alike(chat(*turns[:end], **others)) for end in (1, 3, 3, 1))) == 1  # type: ignore[arg-type]
+    conversations = [chat(f"question {number}", system="You answer. " * 100) for number in range(9)]
+    homes = [where(alike(body) for _ in range(4)) for body in conversations]
+    assert all(len(home) == 1 for home in homes)
+
+
+def test_a_name_of_the_client_or_the_previous_response_chooses_the_replica(alike: Callable[..., str]) -> None:
+    for number in range(6):
+        named = [{"prompt": f"{number} {turn}", "prompt_cache_key": f"c{number}"} for turn in range(4)]
+        assert len(where(alike(body, "/v1/completions") for body in named)) == 1
+        asked = [alike({"prompt": f"s{turn}"}, "/generate", **{"X-Session-Id": f"s{number}"}) for turn in range(4)]
+        assert len(where(asked)) == 1
+        answers = [alike({"input": f"q {number}"}, "/v1/responses")]
+        for turn in range(4):
+            previous = "resp_" + answers[-1].split(" ")[1]
+            answers.append(alike({"input": f"more {turn}", "previous_response_id": previous}, "/v1/responses"))
+        assert len(where(answers)) == 1
+        assert len(set(answers)) == len(answers) and all(is_request_id(one.split(" ")[1]) for one in answers)
+    assert alike({"input": "q"}, "/v1/responses", **{"X-Request-Id": "mine"}).endswith(" mine")
+
+
+def test_requests_without_a_text_go_round(alike: Callable[..., str]) -> None:
+    for body in ({"input": ["a", "b"]}, {"texts": "a"}, [1], "messages", {}):
+        assert len(where(alike(body, "/v1/embeddings") for _ in range(9))) == 3
+
+
+def test_a_busier_replica_gives_a_conversation_away(alike: Callable[..., str]) -> None:
+    """Check that no replica has much more to do than the others, though all requests begin alike."""
+    Alike.go.clear()
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(alike, chat("wait", str(number), "now")) for number in range(12)]
+        for _ in asked:
+            assert Alike.waiting.acquire(timeout=60)
+        home = where([alike(chat("another", system="wait " * 0))])
+        Alike.go.set()
+        counts = Counter(answer.result().split(" ")[0] for answer in asked)
+    assert len(counts) == 3 and max(counts.values()) <= 7 and len(home) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages"',
+        b'{"messages": [{"role": "user"',
+        b'{"messages": [{"content": "\\',
+        b'{"a": [[[[}}}}, "prompt": "x"}',
+        b'{"prompt": 7}',
+        b"[" * 5000,
+        b'{"messages": [' + b'{"role": "system", "content": "a"},' * 3000,
+        b'{"messages": [{"role": "user", "content": "' + b"a" * 500_000 + b'"}]}',
+        b"\x00\xff" * 100,
+    ],
+)
+def test_any_body_reaches_a_replica(haproxy_address: tuple[str, int], body: bytes) -> None:
+    url = "http://{}:{}/alike/v1/chat/completions".format(*haproxy_address)
+    began = time.monotonic()
+    assert httpx.post(url, content=body).status_code == 200
+    assert time.monotonic() - began < 2.0
 
 
 def test_haproxy_falls_back_to_serves_proxy_when_the_only_replica_closes_its_connections(

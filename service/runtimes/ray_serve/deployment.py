@@ -53,6 +53,7 @@ from triptych.service.runtimes.assembly import (
     uses_of,
 )
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
+from triptych.service.runtimes.ray_serve.haproxy import ROUTES, retried
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
 from triptych.service.runtimes.ray_serve.replica_cpus import threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
@@ -241,10 +242,11 @@ class _Mounted:
     def __init__(self, app: ASGIApp, lifespan: AbstractAsyncContextManager[Any]) -> None:
         self._app = app
         self._lifespan = lifespan
+        self._is_retried = os.environ.get(ROUTES) == "1"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._app(unprefixed(scope), receive, send)
+            await self._app(unprefixed(scope), receive, retried(send) if self._is_retried else send)
             return
         await receive()
         await send({"type": "lifespan.startup.complete"})

@@ -16,9 +16,10 @@ from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
+from starlette.types import Message, Send
 
 from triptych.model.errors import ConfigError
-from triptych.service.core.errors import request_too_slow, unavailable
+from triptych.service.core.errors import NOT_BEGUN, request_too_slow, unavailable
 from triptych.service.settings.serve_config import ServeConfig
 from triptych.service.settings.service_settings import Limits
 
@@ -27,16 +28,32 @@ _MAX_SOCKET_PATH = 97  # bytes of a path in the configuration; HAProxy appends t
 _HEADER_BUFFER_FACTOR = 4  # times `max_header_bytes`, so that the application refuses large headers, not HAProxy
 _FIRST_PORT = 20000  # Ray's workers use 10002 to 19999
 _DEFAULT_FIRST_EPHEMERAL_PORT = 32768  # on Linux
+RETRIED_STATUS = 425  # HAProxy sends such requests on, and clients see a 503: an engine does nothing for them
+ROUTES = "TRIPTYCH_HAPROXY_ROUTES"  # variable of replicas: 1 if HAProxy does that
+_RETRY_ON = "RAY_SERVE_HAPROXY_RETRY_ON"
+_ROUTING = Path(__file__).with_name("routing.lua")
 _UNREACHABLE_PAGE = "503.http"
 _TOO_SLOW_PAGE = "408.http"
 
 # Serve starts this script in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It first corrects the
 # configuration: HAProxy's own pages listen on 127.0.0.1 only. Until an application runs, HAProxy sends the error page
-# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text.
+# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text. `routing` is more for sed.
 _SCRIPT = r"""#!/bin/sh
 sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
-  -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' "$3" \
+  -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' {routing}"$3" \
   && exec {binary} "$@"
+"""
+
+# Lines of each backend of an application with several replicas.
+_BACKEND = f"""\
+    stick-table type integer size 100k expire 1h
+    http-request lua.triptych_affinity if METH_POST
+    stick match var(txn.stay)
+    stick store-request var(txn.key1)
+    stick store-request var(txn.key2)
+    stick store-request var(txn.key3)
+    stick store-request var(txn.key4)
+    http-response set-status 503 reason "Service Unavailable" if {{ status {RETRIED_STATUS} }}
 """
 
 
@@ -54,7 +71,6 @@ def variables(config: ServeConfig, session: Path) -> dict[str, str]:
     The folder must be private, because HAProxy's control socket accepts every process that can open it.
     """
     folder = _folder(session)
-    has_several = any(one.scaling.max_replicas > 1 for one in config.applications)
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
@@ -71,10 +87,8 @@ def variables(config: ServeConfig, session: Path) -> dict[str, str]:
         # HAProxy's metrics would cost a datagram a request, parsed in Python, and are not used.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # A request without any byte of a reply is sent to another replica: the first was killed, or closed the
-        # connection while stopping. Computing it twice does no harm. Among several replicas, a 503 is sent on too: the
-        # replica has done nothing for it, as its engine is starting again. A request that ran when an engine ended is a
-        # 500, which is not sent again, because it may be the cause.
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response" + " 503" * has_several,
+        # connection while stopping. Computing it twice does no harm.
+        _RETRY_ON: "conn-failure empty-response",
         # A stopping replica first stops listening, then closes its connections, and each connection that HAProxy kept
         # may cost a retry. The first refused connection marks the replica down (on one machine that is certain), and
         # the next replica, or Serve's own proxy, needs one more. Serve's default of 3 retries was too low.
@@ -93,7 +107,24 @@ def prepare(config: ServeConfig, session: Path) -> None:
     folder = _folder(session)
     folder.mkdir()
     _write_error_pages(folder, config.settings.limits)
-    _install_script(folder / "haproxy")
+    has_several = any(one.scaling.max_replicas > 1 for one in config.applications)
+    is_installed = _install_script(folder / "haproxy", _routing(folder) if has_several else "")
+    os.environ[ROUTES] = str(int(has_several and is_installed))
+    if os.environ[ROUTES] == "1":
+        os.environ[_RETRY_ON] += f" {RETRIED_STATUS}"
+
+
+def retried(send: Send) -> Send:
+    """Return a `send` that gives refusals the status by which HAProxy sends the request to another replica."""
+    header = NOT_BEGUN.lower().encode()
+
+    async def sending(message: Message) -> None:
+        refuses = message["type"] == "http.response.start" and message["status"] == HTTPStatus.SERVICE_UNAVAILABLE
+        if refuses and any(name.lower() == header for name, _ in message["headers"]):
+            message = {**message, "status": RETRIED_STATUS}
+        await send(message)
+
+    return sending
 
 
 def free_port() -> int:
@@ -162,16 +193,30 @@ def _write_error_pages(folder: Path, limits: Limits) -> None:
         (folder / name).write_bytes("\r\n".join(lines).encode() + body)
 
 
-def _install_script(script: Path) -> None:
+def _routing(folder: Path) -> str:
+    """Return the arguments of sed that let HAProxy choose among replicas: by `routing.lua`, and again after a refusal.
+
+    A replica refuses with `RETRIED_STATUS` what it has done nothing for, as its engine starts again or it drains. A
+    request that ran when an engine ended is a 500, which is not sent on, because it may be the cause.
+    """
+    (folder / "backend").write_text(_BACKEND)
+    loaded = f'/^global$/a\\    lua-load-per-thread "{_ROUTING}"'
+    return shlex.join(["-e", loaded, "-e", f"/^    http-reuse always$/r {folder / 'backend'}"]) + " "
+
+
+def _install_script(script: Path, routing: str) -> bool:
     """Make Serve start `_SCRIPT` in place of HAProxy, because Serve has no settings for these corrections.
 
     If files of the session's folder cannot be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
-    pages (statistics, metrics) stay reachable from the container's network.
+    pages (statistics, metrics) stay reachable from the container's network, and it routes by the number of requests
+    alone. Returns whether they can be.
     """
-    script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ))))
+    script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ)), routing=routing))
     script.chmod(0o700)
-    if os.access(script, os.X_OK):
-        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
+    if not os.access(script, os.X_OK):
+        return False
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
+    return True
 
 
 def _check_socket_paths(environment: Mapping[str, str]) -> None:
