@@ -223,7 +223,7 @@ def test_a_background_batch_is_filled_before_it_decodes(running: int, least: flo
 def test_a_background_batch_decodes_where_no_waiting_sequence_can_begin(
     waiting: int, prompts: int, texts: bool
 ) -> None:
-    """Check that a long queue, none of which can begin, takes no time from the sequences that decode."""
+    """Check that a long queue that cannot begin takes no time from the sequences that decode."""
     pacer, encode = StepPacer(), ("normalize", "encode")
     pacer.observe(CODE, StepWork(0.004, 4))
     for _ in range(20):
