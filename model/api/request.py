@@ -172,7 +172,6 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     source: Source | None = None
-    images: tuple[ImageSpan, ...] = ()  # pictures that the prompt holds, in order
     priority: int = parameter(
         0,
         "Lower is served first; equal ones in order of arrival. At least `min_priority` of `/info`.",
@@ -203,6 +202,7 @@ class Request:
         False  # requests with the same source and salt follow: its encoding stays cached after this one
     )
     alignment: Alignment | None = None  # the first output says where the prompt's tokens are in the source
+    images: tuple[ImageSpan, ...] = ()  # pictures that the prompt holds, in order
 
     @property
     def num_sent_tokens(self) -> int:

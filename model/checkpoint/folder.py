@@ -61,6 +61,7 @@ from triptych.model.gguf.container import read_gguf
 from triptych.model.gguf.paths import gguf_path
 from triptych.model.speech.log_mel import LogMel, read_log_mel
 from triptych.model.system.folder_files import has_file
+from triptych.model.vision.pictures import PictureProcessing
 from triptych.model.vision.processing import ImageProcessing, prepared_size, read_image_processing, with_defaults
 
 _MOST_CHARACTERS = 600  # of a message about a folder
@@ -78,7 +79,7 @@ class Checkpoint:
     quantization: str = "none"  # the setting that a CPU serves the folder with where none is given
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
     sentences: SentenceSettings = field(default_factory=SentenceSettings)
-    images: ImageProcessing | None = None
+    images: ImageProcessing | None = None  # or pictures of prompts
     tasks: dict[str, GenerationTask] = field(default_factory=dict)  # whose settings a request can ask for by name
     log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
@@ -99,6 +100,16 @@ class Checkpoint:
         if self.log_mel is None:
             return f"{MISSING} in its folder"
         return "" if self.speech is not None else NO_SPEECH_TOKENS
+
+    @property
+    def pictures(self) -> PictureProcessing | None:
+        """How pictures of prompts are prepared; None: it reads none."""
+        return self.images if isinstance(self.images, PictureProcessing) else None
+
+    def without_pictures(self, why: str) -> Checkpoint:
+        """Return it as a model that reads no pictures."""
+        config = replace(self.config, pictures=None)
+        return replace(self, config=config, images=None, warnings=[*self.warnings, f"pictures are not read: {why}"])
 
     @property
     def most_beams(self) -> int:
@@ -244,12 +255,16 @@ def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | N
 def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[ModelConfig, ImageProcessing | None]:
     """Return the network at the size of its images, and how these become pixels.
 
-    By the usual settings of its type where the folder does not say; a decoder then reads no pictures.
+    By the usual settings of its type where the folder does not say. A decoder then reads no pictures, nor where that
+    does not fit it: its texts are served as before.
     """
     if config.pictures is not None:
-        pictures, found = read_pictures(path, config)
+        try:
+            pictures, found = read_pictures(path, config)
+        except ConfigError as error:
+            pictures, found = None, [f"pictures are not read: {error}"]
         warnings += found
-        return config if pictures is not None else replace(config, pictures=None), pictures
+        return (replace(config, pictures=None), None) if pictures is None else (config, pictures.bounded())
     if config.image is None:
         return config, None
     if (processor := read_processor(path, IMAGE_PARTS)) is None:
@@ -336,7 +351,7 @@ def _without_head(config: ModelConfig) -> ModelConfig:
     """Return a decoder that a folder calls an embedder as one: it generates nothing, and takes no KV pool for it."""
     head = config.head
     dispensable = head is not None and (head.tied or family_for(config).drops("lm_head.weight"))
-    return replace(config, head=None) if dispensable and config.form == "decoder-only" else config
+    return replace(config, head=None, pictures=None) if dispensable and config.form == "decoder-only" else config
 
 
 def _default_pooling(config: ModelConfig) -> Pooling:

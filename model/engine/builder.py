@@ -27,6 +27,8 @@ from triptych.model.engine.generate_builder import (
     Drafting,
     build_generate_engine,
     measure_pool,
+    picture_bytes,
+    picture_patches,
     plan_cache,
     unrecordable,
 )
@@ -308,9 +310,14 @@ def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int,
             config.image.num_tokens if config.image is not None else 0
         )  # one step encodes a whole source, whatever its bound of tokens
         rows, dtype = max(limits.max_num_batched_tokens, source), linear.dtype
+        patches = picture_patches(plan.checkpoint)
         scratch = planned_scratch(
-            linear.library, config, dtype, linear.quantization, rows=rows, context=max(plan.context, source)
+            *(linear.library, config, dtype, linear.quantization),
+            rows=rows,
+            context=max(plan.context, source),
+            patches=patches,
         )
+    scratch += picture_bytes(plan.checkpoint, limits)
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
     available = max(0, available_memory(mapped=resident + others) - promised_memory()) + resident  # mapped already
     if plan.spec.memory is not None:
@@ -368,8 +375,7 @@ def _on_stream(device: torch.device, load: Callable[[], Transformer]) -> Transfo
 
 
 def _close(model: Transformer) -> None:
-    for stack in (model.encoder, model.decoder, model.vision):
-        if stack is not None:
-            stack.runner = None  # it refers to the stack
+    for stack in model.stacks.values():
+        stack.runner = None  # it refers to the stack
     if (rank_processes := rank_processes_of(model)) is not None:
         rank_processes.close()

@@ -31,6 +31,7 @@ from triptych.model.engine.execution.cuda_graphs import (
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts, num_mixed
 from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.execution.pictures import PictureStore
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
 from triptych.model.engine.planning.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
@@ -150,10 +151,22 @@ def build_generate_engine(
     )
     num_states = plan.states.num_slots if plan.states is not None else 0
     cache = _cache(model, spec.engine, [pool.num_pages for pool in plan.pools], num_states, device)
-    overlap, encoder = _overlaps(config, device), config.encoder
+    overlap, reads = _overlaps(config, device), config.encoder
+    pictures, rows = None, 0
+    if config.pictures is not None:
+        assert checkpoint.pictures is not None
+        reads, rows = config.pictures.tower, picture_rows(checkpoint, plan.limits)
+        pictures = PictureStore(model, checkpoint.pictures, rows)
     # A GPU encodes a whole source at once: that takes about as long as a step.
-    parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
-    scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
+    parts = reads.num_layers if reads is not None and model.can_pause and not overlap else 1
+    scheduler = Scheduler(
+        block_manager,
+        plan.limits.max_num_seqs,
+        plan.limits.max_num_batched_tokens,
+        parts,
+        rows,
+        both_ways=config.pictures is not None and config.pictures.both_ways,
+    )
     graphs, mixed, stack = None, None, model.decoder.config if model.decoder is not None else None
     why = unrecordable(spec.engine, stack, model.backend, model.dtype, device, model.linear.faults)
     unrecorded = {DECODE_STEPS: why}
@@ -167,7 +180,7 @@ def build_generate_engine(
     wanted = (cache, *([draft_model.cache] if draft_model is not None else []))
     for empty in wanted if spec.engine.kv_cache_memory is not None else ():
         yield from in_thread(empty.commit, idle=True)
-    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs, mixed)
+    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs, mixed, pictures)
     return GenerateEngine(
         spec.name,
         runner,
@@ -180,6 +193,28 @@ def build_generate_engine(
         draft_context=drafting.context if drafting is not None else None,
         adapters=model.lora,
     )
+
+
+def picture_rows(checkpoint: Checkpoint, limits: BatchLimits) -> int:
+    """Return the rows of pictures that are kept encoded: those of the largest, or of a step; 0: it reads none."""
+    return 0 if checkpoint.pictures is None else max(limits.max_num_batched_tokens, checkpoint.pictures.most_rows)
+
+
+def picture_patches(checkpoint: Checkpoint) -> int:
+    """Return how many patches the largest picture has; 0: it reads none."""
+    config = checkpoint.config.pictures
+    return (
+        0 if config is None or checkpoint.pictures is None else checkpoint.pictures.most_rows * config.patches.merge**2
+    )
+
+
+def picture_bytes(checkpoint: Checkpoint, limits: BatchLimits) -> int:
+    """Return the bytes of pictures that are kept encoded, and of one that is being encoded, in float32."""
+    config, decoder = checkpoint.config.pictures, checkpoint.config.decoder
+    if config is None or decoder is None:
+        return 0
+    width = config.patches.elements + 2 * config.tower.hidden_size + config.merger.inner // config.patches.merge**2
+    return 4 * (picture_rows(checkpoint, limits) * decoder.hidden_size + picture_patches(checkpoint) * width)
 
 
 def _draft_model(

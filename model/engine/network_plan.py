@@ -46,6 +46,8 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
     """Read a folder's settings and choose what computes it; raises `ConfigError`."""
     asked = spec.engine
     checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle)
+    if asked.tensor_parallel_size > 1 and checkpoint.pictures is not None:
+        checkpoint = checkpoint.without_pictures(f"tensor_parallel_size is {asked.tensor_parallel_size}")
     device = resolve_device(asked.device)
     if device.type == "cuda":
         use_kernel_cache()

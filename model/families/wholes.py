@@ -6,6 +6,7 @@ PaliGemma is not one of them: it reads its prompts in both directions.
 
 from __future__ import annotations
 
+from triptych.model.families import qwen_pictures
 from triptych.model.families.table.text_part import Whole
 
 _LLAMA, _QWEN2, _QWEN3, _MISTRAL = Whole("llama"), Whole("qwen2"), Whole("qwen3"), Whole("mistral")
@@ -34,8 +35,8 @@ WHOLES: dict[str, Whole] = {
     "qwen2_5_vl": Whole("qwen2_5_vl_text", flat=True),
     "qwen2_audio": _QWEN2,
     "qwen2_vl": Whole("qwen2_vl_text", flat=True),
-    "qwen3_5": Whole("qwen3_5_text"),
-    "qwen3_5_moe": Whole("qwen3_5_moe_text"),
+    "qwen3_5": Whole("qwen3_5_text", pictures=qwen_pictures.QWEN3_5),
+    "qwen3_5_moe": Whole("qwen3_5_moe_text", pictures=qwen_pictures.QWEN3_5),
     "qwen3_vl": Whole("qwen3_vl_text"),
     "qwen3_vl_moe": Whole("qwen3_vl_moe_text"),
     "smolvlm": _LLAMA,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,23 @@ from triptych.model.linear.base import Linear
 from triptych.model.network.adapters import RowAdapters
 from triptych.model.network.disentangled import RelativeTable
 from triptych.model.network.fused_ops import rotary_tables
-from triptych.model.network.positions import BucketBias, StepBias, query_growth, sinusoids_of_distances
+from triptych.model.network.positions import (
+    BucketBias,
+    StepBias,
+    query_growth,
+    section_of_pairs,
+    sinusoids_of_distances,
+)
 from triptych.model.system.devices import device_tensor, to_device
 
 # -- What a forward pass reads: packed rows, and where each sequence begins.
+
+
+class GivenRows(NamedTuple):
+    """Vectors `[N, d]` that a stack reads at some of its rows `[N]` in the place of the tokens' own."""
+
+    rows: Tensor
+    vectors: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +43,7 @@ class StackInput:
     """What a stack reads: one row a token."""
 
     input_ids: Tensor  # [T]
-    positions: Tensor  # [T]
+    positions: Tensor  # [T] that rotary positions and tables of positions go by
     metadata: AttentionMetadata  # by the tables of the cache's first pool, if there is a cache
     token_types: Tensor | None = None  # [T]; None: all of segment 0
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
@@ -41,6 +55,9 @@ class StackInput:
     states: tuple[StateSpan, ...] = ()  # which states the rows of recurrent layers go on from, if there is a cache
     # Of a recorded step the same on the device: each row's number, and the slots that it reads and writes.
     single_states: Tensor | None = None  # [3, T]
+    # The coordinates of each row's position, where rotary positions have sections; None: all are its position.
+    coordinates: Tensor | None = None  # [coordinates, T]
+    given: GivenRows | None = None  # rows of pictures, in the place of tokens' vectors
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""
@@ -152,8 +169,16 @@ class StepContext:
         if config not in self._rotaries:
             long = config.scaling is RopeScaling.LONGROPE
             contexts = self._contexts if long else None
-            self._rotaries[config] = rotary_tables(config, self.inputs.positions, self._dtype, contexts)
+            self._rotaries[config] = rotary_tables(config, self._positions(config), self._dtype, contexts)
         return self._rotaries[config]
+
+    def _positions(self, config: RotaryConfig) -> Tensor:
+        """`[T]`, or `[T, R / 2]` where pairs of dimensions turn by different coordinates."""
+        coordinates, positions = self.inputs.coordinates, self.inputs.positions
+        if coordinates is None or not config.sections:
+            return positions
+        chosen = section_of_pairs(config.sections, config.dim // 2, in_turn=config.in_turn, device=positions.device)
+        return coordinates[chosen].T
 
     def query_growth(self, config: RotaryConfig) -> Tensor:
         """What the rows' queries are multiplied by, `[T]` float32."""

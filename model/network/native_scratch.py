@@ -19,22 +19,32 @@ from triptych.model.network.native_structures import plan_delta, plan_feed_forwa
 
 
 def planned_scratch(
-    library: Library, config: ModelConfig, dtype: torch.dtype, quantization: str, *, rows: int, context: int
+    library: Library,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: str,
+    *,
+    rows: int,
+    context: int,
+    patches: int = 0,
 ) -> int:
     """Bytes that a step of `rows` tokens over up to `context` keys takes, of the stack that takes most, and those of
-    relative positions that are made for such steps.
+    relative positions that are made for such steps. `patches` are those of the largest picture in a prompt.
 
     `dtype` is the network's, in which its matrices are packed unless `quantization` says otherwise.
     """
-    stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
+    stacks = {name: stack for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None}
+    sizes = {name: (patches, patches) if name == "tower" else (rows, context) for name in stacks}
     formats = {(KINDS[dtype], 0)}
     if quantization in QUANTIZED_LAYERS:
         layers = QUANTIZED_LAYERS[quantization][0]
         formats = {(kernel_of(layers), layers.group)}
     kept = [kept_as_stored(storage) or nearest_kept(storage) for storage in set(config.stored_as.values())]
     formats |= {(kernel_of(one), one.group) for one in kept if one is not None}
-    sizes = (_of_stack(library, stack, dtype, *form, rows, context) for stack in stacks for form in formats)
-    return max(sizes, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks)
+    found = (
+        _of_stack(library, stack, dtype, *form, *sizes[name]) for name, stack in stacks.items() for form in formats
+    )
+    return max(found, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks.values())
 
 
 def _of_stack(

@@ -112,8 +112,8 @@ def attach_native_stacks(model: Transformer) -> None:
     """Let C compute the layers of a loaded model's stacks, where it covers them and has packed their matrices."""
     library = model.linear.library
     if library is not None:
-        for stack in (model.encoder, model.decoder, model.vision):
-            if stack is not None and NativeStack.unsupported(stack.config) is None:
+        for stack in model.stacks.values():
+            if NativeStack.unsupported(stack.config) is None:
                 stack.runner = NativeStack(stack, library)
 
 

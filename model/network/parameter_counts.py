@@ -60,9 +60,10 @@ def _uses(config: ModelConfig, name: str) -> int:
 def part_of(name: str) -> str:
     """The part that a parameter belongs to, in words."""
     path = name.split(".")
-    if path[0] not in ("encoder", "decoder", "vision"):
+    if path[0] not in ("encoder", "decoder", "vision", "tower"):
         names = {"tokens": "token table", "source_tokens": "encoder's token table", "patches": "patch embedding"}
-        return {**names, "audio": "convolutions", "joint": "space of texts and images"}.get(path[0], path[0])
+        names |= {"audio": "convolutions", "joint": "space of texts and images", "pictures": "patches and merger"}
+        return names.get(path[0], path[0])
     if path[1:3] == ["layer_embeddings", "tokens"]:
         return f"{path[0]} layer token table"
     if path[1] != "layers":

@@ -37,6 +37,8 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     if config.scaling is RopeScaling.NTK:
         theta *= factor
     plain = inverse_frequencies(theta, dim, device)
+    if config.frequencies_again:
+        plain = inverse_frequencies(theta, dim // len(config.sections), device).repeat(len(config.sections))
     if config.scaling is RopeScaling.LINEAR:
         plain = plain / factor
     elif config.scaling is RopeScaling.NTK:
@@ -80,15 +82,28 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
     return stretched * plain / config.factor + (1 - stretched) * plain
 
 
+@cache
+def section_of_pairs(sections: tuple[int, ...], pairs: int, *, in_turn: bool, device: torch.device) -> Tensor:
+    """Return by which coordinate each of the pairs of rotary dimensions turns, `[pairs]`."""
+    if not in_turn:
+        return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections)).to(device)
+    found = torch.zeros(pairs, dtype=torch.int64)
+    for place, count in enumerate(sections[1:], 1):
+        found[place : count * len(sections) : len(sections)] = place
+    return found.to(device)
+
+
 def turns(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position `[T]` for `rotate` (Su et al. 2021; halves rotated as Llama does).
+    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does).
 
+    Positions are `[T]`, or `[T, R / 2]` where the pairs of a row turn by different ones.
     Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` (`[R / 2]`, or each row by its own `[T, R / 2]`),
     to be broadcast over heads; with `interleaved` pairs are neighbours.
     """
-    angles = positions[:, None].float() * frequencies  # [T, R / 2]
+    each = positions if positions.ndim == 2 else positions[:, None]
+    angles = each.float() * frequencies  # [T, R / 2]
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     angles = angles[:, None]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -44,6 +44,7 @@ from triptych.model.network.inputs import CrossInput, StackInput
 from triptych.model.network.joint_space import JointSpace
 from triptych.model.network.lora import LoraAdapter
 from triptych.model.network.norms import build_norm
+from triptych.model.network.pictures import PicturePass, Pictures
 from triptych.model.network.stack import Stack, StackPass
 
 
@@ -84,6 +85,12 @@ class Transformer(nn.Module):
             embedding = EmbeddingConfig(0, config.vision.hidden_size)
             self.vision = Stack(config.vision, embedding, linear.within("vision"))
         self.joint = JointSpace(config, config.joint, linear.within("joint")) if config.joint is not None else None
+        self.tower: Stack | None = None
+        self.pictures: Pictures | None = None
+        if config.pictures is not None:
+            tower, width = config.pictures.tower, size if config.decoder is None else config.decoder.hidden_size
+            self.tower = Stack(tower, EmbeddingConfig(0, tower.hidden_size), linear.within("tower"))
+            self.pictures = Pictures(config.pictures, width, linear.within("pictures"))
         last = config.decoder or config.encoder
         assert last is not None
         hidden_size = last.output_width
@@ -152,12 +159,17 @@ class Transformer(nn.Module):
         wide = (parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
         return next(wide, self.linear.dtype)  # OLMo has no parameters but packed matrices
 
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        """Its stacks, by their names in the configuration."""
+        found = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision, "tower": self.tower}
+        return {name: stack for name, stack in found.items() if stack is not None}
+
     def dump_activations(self, folder: Path) -> None:
         """Write every later pass through a stack to a file in `folder`, which is made."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder), ("vision", self.vision)):
-            if stack is not None:
-                stack.dump = dump_to(folder, name)
+        for name, stack in self.stacks.items():
+            stack.dump = dump_to(folder, name)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None
@@ -178,6 +190,12 @@ class Transformer(nn.Module):
         """The hidden states `[T, d]` of images in a model that has a stack for them."""
         assert self.vision is not None
         return self.vision(self._embedded(inputs), inputs, self.backend)
+
+    def begin_picture(self, pixels: Tensor, adapters: RowAdapters | None = None) -> PicturePass:
+        """A pass of a picture's normalised pixels `[C, H, W]` to rows for the decoder; as `begin`."""
+        assert self.pictures is not None
+        assert self.tower is not None
+        return self.pictures.begin(self.tower, pixels.to(self.dtype), self.backend, adapters)
 
     def begin(self, inputs: StackInput) -> StackPass:
         """A pass through what reads the inputs, without a cache, that may be interrupted between layers."""
@@ -221,7 +239,10 @@ class Transformer(nn.Module):
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         """The decoder's hidden states `[T, d]`."""
         assert self.decoder is not None
-        return self.decoder(self.embed_tokens(inputs.input_ids), inputs, self.backend, cache, cross)
+        x = self.embed_tokens(inputs.input_ids)
+        if inputs.given is not None:
+            x[inputs.given.rows] = inputs.given.vectors.to(x.dtype)
+        return self.decoder(x, inputs, self.backend, cache, cross)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary `[N, V]` of hidden states `[N, d]`."""

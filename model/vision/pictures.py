@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MOST_RATIO = 200  # of the longer side to the shorter, of `Way.AREA`
 _LONGEST_TILED = 4_096  # pixels of the longer side, of `Way.TILES`
+MOST_ROWS = 4_096  # positions of a picture, of `Way.AREA`
 _LOW, _LOW_POSITIONS = 512, 70  # pixels a side, or positions, that the detail "low" leaves
 
 
@@ -115,6 +116,20 @@ class PictureProcessing(ImageProcessing):
             for row in range(rows)
         ]
         return "".join(lines) + ("\n" if lines else "") + self.before + whole + self.after
+
+    @property
+    def most_rows(self) -> int:
+        """Positions of a prompt that a part of a picture takes at most."""
+        side = self.patch * self.merge
+        sides = {Way.SQUARE: self.size, Way.TILES: self.tile, Way.LONGEST: self.most + side - 1}
+        if self.way in sides:
+            return (sides[self.way] // side) ** 2
+        return self.most // self.merge**2 if self.way is Way.PATCHES else self.most // side**2
+
+    def bounded(self) -> PictureProcessing:
+        """Return the processing that makes no more than `MOST_ROWS` of a picture, whose memory has to be there."""
+        most = min(self.most, MOST_ROWS * (self.patch * self.merge) ** 2)
+        return self if self.way is not Way.AREA else replace(self, most=most, least=min(self.least, most))
 
     def _low(self) -> PictureProcessing:
         """Return the processing of pictures that are to take few positions."""

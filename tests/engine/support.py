@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, source_of
+from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, saved, source_of
 from triptych.model.api.request import Request, TokenOutput
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.attention.base import AttentionBackend
 from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from triptych.model.config.stack import StackConfig
 from triptych.model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
+from triptych.model.engine.execution.pictures import PictureStore
 from triptych.model.engine.execution.step_program import StepPlan, StepProgram
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.scheduling.block_manager import BlockManager
@@ -46,8 +48,10 @@ class RecordingRunner(ModelRunner):
     `short_rows` counts the rows before the sequence left LongRoPE's short context.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
-        super().__init__(model, cache, block_manager)
+    def __init__(
+        self, model: Transformer, cache: KVCache, block_manager: BlockManager, pictures: PictureStore | None = None
+    ) -> None:
+        super().__init__(model, cache, block_manager, pictures=pictures)
         self._program = self.recording = RecordingProgram(self._program)  # type: ignore[assignment]
         self.rows: dict[str, list[tuple[int, Tensor]]] = {}
         self.short_rows: dict[str, int] = {}
@@ -68,7 +72,8 @@ class RecordingRunner(ModelRunner):
         ids = [*request.prompt_token_ids, *output_ids]
         rows, count = self.rows[request.request_id], self.short_rows.get(request.request_id, 0)
         parts = [(rows[:count], ids[: self.model.config.short_context]), (rows[count:], ids)]
-        return max(_farthest(part, reference_logits(kind, read, request.source)) for part, read in parts if part)
+        known = (request.source, request.images)
+        return max(_farthest(part, reference_logits(kind, read, *known)) for part, read in parts if part)
 
 
 def _farthest(rows: Sequence[tuple[int, Tensor]], expected: Tensor) -> float:
@@ -115,6 +120,7 @@ def running(
     block_size: int = 4,
     max_num_seqs: int = 32,
     budget: int = 256,
+    picture_rows: int = 64,
 ) -> Running:
     model = loaded(kind, backend)
     decoder = model.config.decoder
@@ -124,9 +130,15 @@ def running(
     blocks = BlockManager(pools, block_size, short_context=model.config.short_context, states=states)
     num_states = states.num_slots if states is not None else 0
     cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU, num_states)
-    runner = RecordingRunner(model, cache, blocks)
-    scheduler = Scheduler(blocks, max_num_seqs, budget)
-    engine = GenerateEngine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)
+    store, both_ways = None, False
+    if model.config.pictures is not None:
+        processing = read_checkpoint(saved(kind).path).pictures
+        assert processing is not None
+        store, both_ways = PictureStore(model, processing, picture_rows), model.config.pictures.both_ways
+    runner = RecordingRunner(model, cache, blocks, store)
+    scheduler = Scheduler(blocks, max_num_seqs, budget, picture_rows=picture_rows, both_ways=both_ways)
+    length, ends = 200 if store is not None else 100, model.config.eos_token_ids
+    engine = GenerateEngine(kind, runner, scheduler, max_model_len=length, eos_token_ids=ends)
     return Running(engine, runner)
 
 

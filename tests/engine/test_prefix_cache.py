@@ -191,7 +191,7 @@ def test_hashes_do_not_collide_when_a_boundary_moves() -> None:
     digests = set()
     for salt, source, tokens in (("a", 0, [1] * 8), ("a", 1, [1] * 8), ("", 0, [1] * 8), ("b", 0, [1] * 8)):
         one = SequenceState.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
-        digests.add(manager._hasher.block(one, 0))
+        digests.add(manager.hasher.block(one, 0))
     assert len(digests) == 4
 
 

@@ -34,7 +34,8 @@ from tests.model.decoder_rows import (
     Rows,
     random_model,
 )
-from triptych.model.api.request import Source, SourceKind, audio_source, token_source
+from tests.model.picture_models import PICTURE_MODELS, pictures_for_reference, write_processor
+from triptych.model.api.request import ImageSpan, Source, SourceKind, audio_source, token_source
 from triptych.model.attention.base import AttentionBackend
 from triptych.model.attention.native import NativeBackend
 from triptych.model.attention.sdpa import SdpaBackend
@@ -438,6 +439,7 @@ def saved(kind: str) -> Saved:
         with tempfile.TemporaryDirectory(dir=_root()) as made:
             model = _random(kind)
             model.save_pretrained(made, max_shard_size="20KB" if kind.endswith("sharded") else "1GB")
+            write_processor(kind, Path(made))
             with suppress(OSError):  # another process was faster
                 Path(made).rename(path)
         found.__dict__["reference"] = model.float().eval().requires_grad_(False)
@@ -448,7 +450,7 @@ def _random(kind: str) -> Any:
     """Return the `transformers` model of a kind, the same in every run and in any order of calls."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(len(kind))
-        model = {**KINDS, **HEADS}[kind]()
+        model = {**KINDS, **HEADS, **PICTURE_MODELS}[kind]()
         # T5 does not scale its scores: 0.3 would saturate its softmax. After Qwen3.5's norms, whose gains are then
         # around 2, experts would amplify rounding: the last bits of the embeddings would move the logits of
         # `transformers` by 3e-4.
@@ -546,13 +548,17 @@ def reference_input(source: Source) -> dict[str, Tensor]:
 _LOGITS: dict[tuple[str, tuple[int, ...], bytes], Tensor] = {}
 
 
-def reference_logits(kind: str, ids: Sequence[int], source: Source | None = None) -> Tensor:
+def reference_logits(
+    kind: str, ids: Sequence[int], source: Source | None = None, images: Sequence[ImageSpan] = ()
+) -> Tensor:
     """Return the logits `[L, V]` of `transformers` after each of the decoder's `ids`, in one full forward pass."""
-    key = (kind, tuple(ids), b"" if source is None else source.digest)
+    key = (kind, tuple(ids), b"".join(one.digest for one in (source, *(span.source for span in images)) if one))
     if key not in _LOGITS:
         given = {"input_ids": torch.tensor([key[1]])}
         if source is not None:
             given = {**reference_input(source), "decoder_input_ids": given["input_ids"]}
+        if images:
+            given |= pictures_for_reference(images, ids)
         with torch.inference_mode():
             _LOGITS[key] = saved(kind).reference(**given).logits[0]
     return _LOGITS[key]

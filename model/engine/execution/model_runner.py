@@ -25,6 +25,7 @@ from triptych.model.engine.execution.batch import BatchLayout, pack
 from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs
+from triptych.model.engine.execution.pictures import PictureStore, picture_parts, turn_positions
 from triptych.model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from triptych.model.engine.execution.step_logits import StepLogits, needed_rows
 from triptych.model.engine.execution.step_program import StepPlan, StepProgram
@@ -122,8 +123,10 @@ class ModelRunner:
         unrecorded: Mapping[str, str] | None = None,
         encoder_graphs: EncoderGraphs | None = None,
         mixed_graphs: MixedGraphs | None = None,
+        pictures: PictureStore | None = None,
     ) -> None:
-        """`unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be."""
+        """`unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be. `pictures`
+        are those of prompts, if the model reads any."""
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
@@ -132,7 +135,8 @@ class ModelRunner:
         self.draft_model = draft_model
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
         group = self._ranks.group if self._ranks is not None else None
-        self._program = StepProgram(model, cache, graphs, group, encoder_graphs, mixed_graphs)
+        self._program = StepProgram(model, cache, graphs, group, encoder_graphs, mixed_graphs, pictures)
+        self._pictures = pictures
         self._ruled = model.config.generation != _NO_RULES
         self.unrecorded = dict(unrecorded or {})
         self.device = cache.device
@@ -209,7 +213,9 @@ class ModelRunner:
         if layers and self._ranks is not None:
             raise ConfigError("a prompt is not aligned with its source by a model on several ranks")
         adapters = self._adapters(steps)
-        replayed = self.graphs is not None and not (layers or adapters) and self.graphs.fits(steps)
+        shown = self._pictures is not None and any(step.sequence.request.images for step in steps)
+        pictures = tuple(picture_parts(steps, self.block_manager.hasher, self.model.lora)) if shown else ()
+        replayed = self.graphs is not None and not (layers or adapters or pictures) and self.graphs.fits(steps)
         splits_keys = self.model.backend.graph_safe  # Triton: by lengths on the device
         uneven = splits_keys and are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
         layout = BatchLayout.of(steps)
@@ -217,10 +223,11 @@ class ModelRunner:
             uneven = uneven and bool(self.graphs.uneven_sizes)
             layout = self.graphs.layout(layout, uneven=uneven)
         mixed = None
-        if self.mixed_graphs is not None and not (replayed or layers or adapters):
+        if self.mixed_graphs is not None and not (replayed or layers or adapters or shown):
             mixed = self.mixed_graphs.fitted(steps, uneven=uneven)
             layout = self.mixed_graphs.layout(mixed, layout) if mixed is not None else layout
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
+        coordinates = self._turn(row, layout, steps) if shown else None
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
         slices, probed = (list(prompt_slices(steps)), list(probed_rows(steps))) if asked else ([], [])
@@ -242,8 +249,19 @@ class ModelRunner:
             mixed=mixed,
             adapters=adapters,
             source_adapters=tuple(self.model.lora.get(one.request.model) for one in new) if adapters else (),
+            pictures=pictures,
+            coordinates=coordinates,
         )
         return plan, slices, probed
+
+    def _turn(self, row: Tensor, layout: BatchLayout, steps: Rows[ScheduledSequence]) -> Tensor | None:
+        """Put the positions of prompts with pictures into a packed step; return their coordinates if they differ."""
+        config = self.model.config
+        assert config.decoder is not None
+        assert config.pictures is not None
+        if not any(rotary.sections for rotary in config.decoder.rotaries):
+            return None
+        return turn_positions(layout.split(row).positions.numpy(), steps, config.pictures.patches)
 
     def _adapters(self, steps: Rows[ScheduledSequence]) -> AdapterRuns | None:
         """Return which rows have which adapter; None if none has one."""

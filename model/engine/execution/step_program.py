@@ -25,6 +25,7 @@ from triptych.model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatc
 from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs, MixedStep
+from triptych.model.engine.execution.pictures import PicturePart, PictureStore
 from triptych.model.engine.execution.sources import source_input
 from triptych.model.engine.execution.static_row import fill_placeholders
 from triptych.model.engine.execution.step_logits import StepLogits, step_logits
@@ -61,6 +62,8 @@ class StepPlan:
     mixed: MixedStep | None = None  # the recorded step with prompts to replay; on one rank only
     adapters: AdapterRuns | None = None  # of the rows; on one rank only
     source_adapters: tuple[LoraAdapter | None, ...] = ()  # of each source; empty: none has one
+    pictures: tuple[PicturePart, ...] = ()  # whose rows take the place of tokens' vectors; on one rank only
+    coordinates: Tensor | None = None  # [3, T] of positions, where they differ; on one rank only
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -123,7 +126,9 @@ class StepProgram:
         group: Group | None = None,
         encoder_graphs: EncoderGraphs | None = None,
         mixed_graphs: MixedGraphs | None = None,
+        pictures: PictureStore | None = None,
     ) -> None:
+        self._pictures = pictures
         self.graphs = graphs
         self._mixed_graphs = mixed_graphs
         self._encoder_graphs = encoder_graphs
@@ -135,7 +140,10 @@ class StepProgram:
         self.cross_queries: dict[int, Tensor] = {}  # of the latest step, [T, H, D] for each kept layer
 
     def encode_ahead(self, source: Source, layers: int, adapter: LoraAdapter | None = None) -> None:
-        """Compute the next `layers` layers of the encoder for a source of a later plan; on one rank only."""
+        """Compute the next `layers` layers for a source, or a picture, of a later plan; on one rank only."""
+        if self._pictures is not None:
+            self._pictures.encode_ahead(source, layers, adapter)
+            return
         if self._ahead is None or self._ahead[0] != (source.digest, adapter):
             begun = self._model.begin(self._source_input([source], [adapter]))
             self._ahead = (source.digest, adapter), begun
@@ -143,6 +151,8 @@ class StepProgram:
 
     def forget_ahead(self) -> None:
         self._ahead = None
+        if self._pictures is not None:
+            self._pictures.forget_ahead()
 
     def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, StepLogits]:
         """Return hidden states `[T, d]`, valid until the next run, and the logits of `plan.logit_rows`.
@@ -231,6 +241,8 @@ class StepProgram:
             contexts=step.contexts,
             states=tuple(StateSpan(*span) for span in plan.states),
             adapters=plan.adapters,
+            coordinates=None if plan.coordinates is None else to_device(plan.coordinates, self._cache.device),
+            given=None if self._pictures is None else self._pictures.given(plan.pictures),
         )
         cross = None
         if self._model.encoder is not None:

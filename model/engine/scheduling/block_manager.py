@@ -58,13 +58,13 @@ class BlockManager:
         self.num_queried_tokens = 0  # prompt tokens that were looked for
         self.num_hit_tokens = 0  # and found
         self._windowed = [at for at, pool in enumerate(self.pools) if pool.window is not None]
-        self._hasher = BlockHasher(block_size, across_requests=prefix_caching, short_context=short_context)
+        self.hasher = BlockHasher(block_size, across_requests=prefix_caching, short_context=short_context)
         self._states: StateSlots | None = None
         if states is not None:
-            self._states = StateSlots(states, block_size, self._hasher, keeps=prefix_caching)
-        self._sources = SourceBlocks(self.pools, self._hasher)
+            self._states = StateSlots(states, block_size, self.hasher, keeps=prefix_caching)
+        self._sources = SourceBlocks(self.pools, self.hasher)
         self.prefixes = SharedPrefixes(
-            self.pools, block_size, self._hasher, self._states, across_requests=prefix_caching
+            self.pools, block_size, self.hasher, self._states, across_requests=prefix_caching
         )
 
     def reset(self) -> None:
@@ -170,7 +170,7 @@ class BlockManager:
             if len(together) > 1:
                 missing = range(found, self.prefixes.num_shareable(sequence))
                 own -= len(missing)
-                computed.update(self._hasher.block(sequence, index) for index in missing)
+                computed.update(self.hasher.block(sequence, index) for index in missing)
         for at, pool in enumerate(self.pools):
             wanted = own + len(computed) + self.prefixes.num_evictable(at, together, reached)
             if pool.reach is not None:
@@ -196,7 +196,7 @@ class BlockManager:
             sequence.num_computed_tokens = reached * self.block_size
             sequence.num_offered_blocks = reached
             if self._states is not None:
-                self._states.take_over(sequence, self._hasher.block(sequence, reached - 1))
+                self._states.take_over(sequence, self.hasher.block(sequence, reached - 1))
             self.free_outside_window(sequence)
             for at, table in enumerate(sequence.tables):
                 self._go_on(sequence, at, table, begin, reached)
@@ -206,7 +206,7 @@ class BlockManager:
         """Put known blocks up to `reached` into a table, in the place of what the sequence has from `begin` on."""
         pool = self.pools[at]
         first = max(begin, pool.first_kept(reached))
-        found = [pool.known[self._hasher.block(sequence, index)] for index in range(first, reached)]
+        found = [pool.known[self.hasher.block(sequence, index)] for index in range(first, reached)]
         for block in found:
             pool.share(block)
         for block in pool.held(table[begin:]):

@@ -135,7 +135,7 @@ class BlockPool:
 
 # -- Hashes of what blocks hold, by which sequences that begin alike find each other's blocks. No tensors. The hash of a
 # full block covers all that its keys and values depend on: salt, source, adapter, and every token up to its end
-# (SHA-256, chained block by block). A sequence keeps the hashes that were computed of it.
+# (SHA-256, chained block by block), and the pictures in it. A sequence keeps the hashes that were computed of it.
 
 
 class BlockHasher:
@@ -167,9 +167,21 @@ class BlockHasher:
         if index < len(hashes):
             return hashes[index]
         parent = hashes[-1] if hashes else self.root(sequence)
-        tokens = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
-        hashes.append(sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest())
+        start, stop = index * self._block_size, (index + 1) * self._block_size
+        tokens = sequence.token_ids[start:stop]
+        content = parent + pack(f"<{len(tokens)}q", *tokens)
+        for image in sequence.request.images:  # whose tokens are the same whatever they show
+            if image.start < stop and image.stop > start:
+                content += pack("<qq", image.start - start, image.row_length) + image.source.digest
+        hashes.append(sha256(content).digest())
         return hashes[-1]
+
+    def picture(self, sequence: SequenceState, index: int) -> bytes:
+        """The key of a picture's encoding: requests of one salt and one adapter share it."""
+        keys = sequence.picture_keys
+        for image in sequence.request.images[len(keys) :]:
+            keys.append(sha256(self.root(sequence) + image.source.digest).digest())
+        return keys[index]
 
     def source(self, sequence: SequenceState) -> list[bytes]:
         """Hashes of the blocks of the source: longer than those of tokens, so that none are equal."""

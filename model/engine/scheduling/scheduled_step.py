@@ -57,6 +57,7 @@ class SchedulerOutput:
     copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
     ahead: list[LayersAhead] = field(default_factory=list)  # of one source at most, before everything else
     encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that steps before computed
+    picture_tokens: list[int] = field(default_factory=list)  # of pictures that are encoded to their end
     draft_runs: list[DraftRun] = field(default_factory=list)  # whose drafts are put into it before it runs
 
     def put_drafts(self, said: Sequence[tuple[int, ...]]) -> None:
@@ -68,13 +69,19 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Decoder and encoder tokens of the step."""
-        return sum(s.num_tokens for s in self.scheduled) + self.num_whole_tokens
+        return self.num_decoder_tokens + self.num_whole_tokens
+
+    @property
+    def num_decoder_tokens(self) -> int:
+        """Tokens that the decoder computes."""
+        return sum(s.num_tokens for s in self.scheduled)
 
     @property
     def num_whole_tokens(self) -> int:
         """Tokens that the encoder computes."""
         sources = sum(s.sequence.source_length for s in self.scheduled if s.encode_source)
-        return sources - sum(self.encoded_before) + sum(ahead.tokens for ahead in self.ahead)
+        ahead = sum(ahead.tokens for ahead in self.ahead)
+        return sources - sum(self.encoded_before) + sum(self.picture_tokens) + ahead
 
 
 class SampledToken(NamedTuple):

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from triptych.model.api.request import FinishReason
 from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.picture_steps import PictureSteps
 from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     ScheduledSequence,
@@ -35,10 +36,19 @@ class Scheduler:
     """Waiting and running sequences of one model."""
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, encoder_layers: int = 1
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        encoder_layers: int = 1,
+        picture_rows: int = 0,
+        *,
+        both_ways: bool = False,
     ) -> None:
-        """`encoder_layers`: parts in which a source may be encoded, a step each."""
+        """`encoder_layers`: parts in which a source or a picture may be encoded, a step each. `picture_rows` of
+        pictures are kept, if the model reads any; `both_ways`: a picture's rows are computed in one step."""
         self.source_passes = SourcePasses(encoder_layers)
+        self.pictures = PictureSteps(block_manager.hasher, self.source_passes, picture_rows, both_ways=both_ways)
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -71,6 +81,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.source_passes.current = None
+        self.pictures.reset()
         self.block_manager.reset()
 
     def demand(self) -> StepDemand:
@@ -81,6 +92,11 @@ class Scheduler:
         streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, self.running, strict=True))
         sources: list[int] = []
         first = 0
+        for sequence in self.running:
+            if sequence.request.images:
+                for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
+                    first = first or self.source_passes.least(span.source)
+                    sources.append(self.source_passes.left(span.source))
         places = self.max_num_seqs - len(self.running)
         for sequence in self.waiting:
             if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
@@ -89,8 +105,11 @@ class Scheduler:
                 places -= 1
                 prompt_tokens += sequence.num_uncomputed_tokens
                 if sequence.needs_source:
-                    first = first or self.source_passes.least(sequence)
-                    sources.append(self.source_passes.left(sequence))
+                    first = first or self.source_passes.least(sequence.request.source)
+                    sources.append(self.source_passes.left(sequence.request.source))
+                for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
+                    first = first or self.source_passes.least(span.source)
+                    sources.append(self.source_passes.left(span.source))
         queued = sum(not sequence.only_asks for sequence in self.waiting[:_COUNTED])
         return StepDemand(decodes, streams, queued, prompt_tokens, first, sum(sources))
 
@@ -102,9 +121,11 @@ class Scheduler:
         """
         output = SchedulerOutput()
         self._turn_long()
+        self.pictures.begin(budget.whole_tokens, self.max_num_batched_tokens)
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens)
+        self.pictures.end()
         return output
 
     def _turn_long(self) -> None:
@@ -142,6 +163,9 @@ class Scheduler:
             if contested and left > 1:
                 available = -(-available // 2)
             num_tokens = min(left, available)
+            if num_tokens > 0 and sequence.request.images:
+                most = self.max_num_batched_tokens - decoding - output.num_decoder_tokens
+                num_tokens = self.pictures.reach(output, sequence, num_tokens, most)
             if num_tokens <= 0:
                 continue
             # It nearly always has room: a block holds many tokens.
@@ -236,13 +260,15 @@ class Scheduler:
             places -= sum(one.num_slots for one in together)
             begun = source_budget < most  # the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
-            left = self.source_passes.left(sequence) * encodes
+            source = sequence.request.source
+            left = self.source_passes.left(source) * encodes
             if encodes and most <= 0:
                 return
             if places < 0 or not self.block_manager.can_admit(together) or (begun and left > source_budget):
                 return
-            if source_limit is not None and left > source_budget and self.source_passes.may_pause(sequence):
-                output.ahead.append(self.source_passes.advance(sequence, source_budget))
+            pauses = source_limit is not None and left > source_budget and self.source_passes.may_pause(source)
+            if pauses and source is not None:
+                output.ahead.append(self.source_passes.advance(sequence, source, source_budget))
                 return
             source_budget -= left
             for one in together:
@@ -256,7 +282,11 @@ class Scheduler:
         self.block_manager.reuse(sequence)
         if self._follows(sequence):
             return 0
-        num_tokens = self.block_manager.fitting(sequence, min(sequence.num_uncomputed_tokens, budget))
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        if sequence.request.images:
+            most = self.max_num_batched_tokens - output.num_decoder_tokens
+            num_tokens = self.pictures.reach(output, sequence, num_tokens, most)
+        num_tokens = self.block_manager.fitting(sequence, num_tokens)
         if num_tokens < 1 or not self.block_manager.can_allocate(sequence, num_tokens):
             return 0
         self._allocate(output, sequence, num_tokens)
@@ -264,9 +294,9 @@ class Scheduler:
 
     def _allocate(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> None:
         """Allocate blocks for `num_tokens` tokens of a sequence and schedule them, with its source if missing."""
-        encode_source = sequence.needs_source
-        if encode_source:
-            output.encoded_before.append(self.source_passes.finish(sequence))
+        encode_source, source = sequence.needs_source, sequence.request.source
+        if encode_source and source is not None:
+            output.encoded_before.append(self.source_passes.finish(source))
         output.copies.extend(self.block_manager.allocate(sequence, num_tokens))
         self._put(output, sequence, num_tokens, encode_source=encode_source)
 

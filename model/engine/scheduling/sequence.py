@@ -63,6 +63,8 @@ class SequenceState:
     adapter: int = 0  # number of the LoRA adapter that computes it; 0: none
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, computed on demand
+    picture_keys: list[bytes] = field(default_factory=list)  # of its pictures' encodings, computed on demand
+    coordinates: Any = None  # of its prompt's positions, where pictures have rows and columns; computed on demand
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its tokens, by pool
     source_tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its source, by pool
     state_slot: int = NO_STATE  # of recurrent layers' states after its computed tokens

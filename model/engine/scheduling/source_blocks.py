@@ -128,7 +128,7 @@ class SourceBlocks:
             del self._expected[next(iter(self._expected))]
 
 
-# -- Spreads the encoding of a long source over several steps, some layers in each. Policy only: no tensors. A source is
+# -- Spreads the encoding of a long source, or picture, over several steps, some layers in each. No tensors. A source is
 # normally encoded whole in the step in which its sequence starts. If running streams leave no time for that, earlier
 # steps compute some layers of the encoder for the sequence that starts next. It holds no blocks meanwhile. The hidden
 # states between two such steps are kept outside the cache, for one source at a time. Any sequence of that source can
@@ -150,6 +150,7 @@ class SourcePass:
     """The layers that are computed of a source."""
 
     sequence: SequenceState  # that waits for them; of equal sources the latest
+    source: Source
     layers_done: int = 0
     whole: bool = False  # it failed in parts: it is left to the step in which the sequence begins
 
@@ -162,45 +163,43 @@ class SourcePasses:
         self._layers = encoder_layers
         self.current: SourcePass | None = None
 
-    def left(self, sequence: SequenceState) -> int:
-        """The tokens of a sequence's source that are not computed; of a source that is begun a share of its tokens."""
-        length = sequence.source_length
-        return length - length * self._done(sequence) // self._layers
+    def left(self, source: Source | None) -> int:
+        """The tokens of a source that are not computed; of one that is begun a share of its tokens."""
+        length = source.num_positions if source is not None else 0
+        return length - length * self._done(source) // self._layers
 
-    def done(self, sequence: SequenceState) -> int:
-        """The tokens of a sequence's source that steps before have computed."""
-        return sequence.source_length - self.left(sequence)
+    def done(self, source: Source) -> int:
+        """The tokens of a source that steps before have computed."""
+        return source.num_positions - self.left(source)
 
-    def least(self, sequence: SequenceState) -> int:
-        """The least that a step can compute of a sequence's source: a layer, or all that is left of it."""
-        if not self.may_pause(sequence):
-            return self.left(sequence)
-        return -(-sequence.source_length // self._layers)
+    def least(self, source: Source | None) -> int:
+        """The least that a step can compute of a source: a layer, or all that is left of it."""
+        if source is None or not self.may_pause(source):
+            return self.left(source)
+        return -(-source.num_positions // self._layers)
 
-    def may_pause(self, sequence: SequenceState) -> bool:
-        """Whether more than one layer is left of a sequence's source, and it may be encoded in parts."""
-        begun = self._begun(sequence)
+    def may_pause(self, source: Source | None) -> bool:
+        """Whether more than one layer is left of a source, and it may be encoded in parts."""
+        begun = self._begun(source)
         failed = begun is not None and begun.whole
-        return not failed and self._layers - self._done(sequence) > 1
+        return not failed and self._layers - self._done(source) > 1
 
-    def advance(self, sequence: SequenceState, tokens: int) -> LayersAhead:
+    def advance(self, sequence: SequenceState, source: Source, tokens: int) -> LayersAhead:
         """Compute as many layers as `tokens` pay for, at least one, but not the last."""
-        before, source = self._done(sequence), sequence.request.source
-        assert source is not None
+        before, computed = self._done(source), self.done(source)
         layers = min(max(1, tokens * self._layers // source.num_positions), self._layers - before - 1)
-        computed = self.done(sequence)
-        self.current = SourcePass(sequence, before + layers)
-        return LayersAhead(source, layers, self.done(sequence) - computed, sequence.request.model)
+        self.current = SourcePass(sequence, source, before + layers)
+        return LayersAhead(source, layers, self.done(source) - computed, sequence.request.model)
 
     def fail(self) -> None:
         """Leave the current source to the step in which its sequence begins."""
         if self.current is not None:
-            self.current = SourcePass(self.current.sequence, whole=True)
+            self.current = SourcePass(self.current.sequence, self.current.source, whole=True)
 
-    def finish(self, sequence: SequenceState) -> int:
-        """Have the source of a sequence encoded, and used up what is computed of it: the tokens that this is."""
-        done = self.done(sequence)
-        if self._begun(sequence) is not None:
+    def finish(self, source: Source) -> int:
+        """Have a source encoded, and used up what is computed of it: the tokens that this is."""
+        done = self.done(source)
+        if self._begun(source) is not None:
             self.current = None
         return done
 
@@ -209,13 +208,12 @@ class SourcePasses:
         if self.current is not None and self.current.sequence is sequence:
             self.current = None
 
-    def _begun(self, sequence: SequenceState) -> SourcePass | None:
-        """The layers that are computed of a sequence's source, for it or for another that has an equal one."""
-        if self.current is None or (source := sequence.request.source) is None:
+    def _begun(self, source: Source | None) -> SourcePass | None:
+        """The layers that are computed of a source, for any sequence that has an equal one."""
+        if self.current is None or source is None or self.current.source.digest != source.digest:
             return None
-        begun = self.current.sequence.request.source
-        return self.current if begun is not None and begun.digest == source.digest else None
+        return self.current
 
-    def _done(self, sequence: SequenceState) -> int:
-        begun = self._begun(sequence)
+    def _done(self, source: Source | None) -> int:
+        begun = self._begun(source)
         return begun.layers_done if begun is not None else 0

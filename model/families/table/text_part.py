@@ -1,4 +1,4 @@
-"""Models of text and images, or sounds: their language models are served.
+"""Models of text and images, or sounds: their language models are served, and the pictures of those with a table.
 
 The settings of the language model are config.json's `text_config`, and its tensors have a prefix of their own. The
 rest of config.json is about images and sounds: `transformers` builds the language model from `text_config` alone.
@@ -6,7 +6,7 @@ rest of config.json is about images and sounds: `transformers` builds the langua
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +30,26 @@ _DROPPED = (
 
 
 @dataclass(frozen=True, slots=True)
+class PictureTable:
+    """How the pictures of a whole are read: a language model that gets them, and the rules of their tensors."""
+
+    config: Callable[[Settings, ModelConfig], ModelConfig]
+    rules: Callable[[ModelConfig], Iterable[Rule]]
+    mark: str  # a tensor that is stored where pictures can be read
+
+    def fits(self, text: ModelConfig, names: Collection[str] | None) -> bool:
+        """Whether a folder with these tensors has what reads pictures, for a model that generates."""
+        return text.head is not None and (names is None or self.mark in names)
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A `model_type` with a language model in it."""
 
     text: str  # the type of its language model where that does not say its own
     flat: bool = False  # older files have the settings of the language model next to the others
     scales: bool = False  # logits are scaled and bounded as those of the language model alone
+    pictures: PictureTable | None = None  # None: pictures are not served
 
     def text_type(self, raw: Mapping[str, Any]) -> str:
         """Return the type of the language model; raises `ConfigError` where config.json has none."""
@@ -78,10 +92,19 @@ def text_part(whole: Whole, kind: str, family: Family) -> Family:
         head = found.head
         if head is not None and not whole.scales:
             head = replace(head, scale=1.0, softcap=None)
-        return replace(found, model_type=raw["model_type"], text_type=kind, head=head)
+        found = replace(found, model_type=raw["model_type"], text_type=kind, head=head)
+        if whole.pictures is None or not whole.pictures.fits(found, names):
+            return found
+        try:
+            return whole.pictures.config(raw, found)
+        except ConfigError as error:  # its texts are served as without pictures
+            raw.ignored.append(f"vision_config ({error})")
+            return found
 
     def rules(config: ModelConfig) -> Iterable[Rule]:
-        return family.rules(replace(config, model_type=kind, text_type=None))
+        yield from family.rules(replace(config, model_type=kind, text_type=None, pictures=None))
+        if config.pictures is not None and whole.pictures is not None:
+            yield from whole.pictures.rules(config)
 
     dropped = (*family.dropped, *_DROPPED)
     return replace(family, config=config, rules=rules, prefix=_PREFIXES, dropped=dropped)
