@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from triptych.service.core.errors import ApiError, invalid, shorten
 
 MAX_PARTS = 64
-_MAX_HEAD = 4096  # bytes of a part's headers
+MAX_HEAD = 4096  # bytes of a part's headers
 _AS_IT_IS = (b"7bit", b"8bit", b"binary")  # transfer encodings that change nothing
-_MAX_TEXT = 1 << 16  # bytes of a field that is not a file
+MAX_TEXT = 1 << 16  # bytes of a field that is not a file
 _BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _PARAMETER = re.compile(rb';\s*([a-zA-Z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
 
@@ -52,18 +52,18 @@ def read_form(body: bytes, boundary: bytes) -> Form:
     at = _opening(body, boundary)
     while not body.startswith(b"--", at):
         if len(texts) + len(files) == MAX_PARTS:
-            raise _broken(f"it has more than {MAX_PARTS} parts")
+            raise broken(f"it has more than {MAX_PARTS} parts")
         start = _after_line(body, at)
-        head_end = start if body.startswith(b"\r\n", start) else body.find(b"\r\n\r\n", start, start + _MAX_HEAD)
+        head_end = start if body.startswith(b"\r\n", start) else body.find(b"\r\n\r\n", start, start + MAX_HEAD)
         end = body.find(border, max(start, head_end))
         if head_end < 0 or end < 0:
-            raise _broken("a part does not end")
-        name, is_file = _read_head(body[start:head_end])
+            raise broken("a part does not end")
+        name, file_name = read_head(body[start:head_end])
         data = body[head_end + 4 : end]
-        if is_file:
+        if file_name is not None:
             files.append((name, FormFile(data)))
         else:
-            texts.append((name, _text(name, data)))
+            texts.append((name, text_of(name, data)))
         at = end + len(border)
     return Form(tuple(texts), tuple(files))
 
@@ -74,7 +74,7 @@ def _opening(body: bytes, boundary: bytes) -> int:
         return len(boundary) + 2
     at = body.find(b"\r\n--" + boundary)
     if at < 0:
-        raise _broken("its boundary is not in it")
+        raise broken("its boundary is not in it")
     return at + len(boundary) + 4
 
 
@@ -82,35 +82,41 @@ def _after_line(body: bytes, at: int) -> int:
     """Return the position after the rest of a boundary's line, which may have only white space."""
     end = body.find(b"\r\n", at, at + 256)
     if end < 0 or body[at:end].strip(b" \t"):
-        raise _broken("a boundary is followed by something else")
+        raise broken("a boundary is followed by something else")
     return end + 2
 
 
-def _read_head(head: bytes) -> tuple[str, bool]:
-    """Return the name of a part, and whether it is a file."""
+def read_head(head: bytes) -> tuple[str, str | None]:
+    """Return the name of a part, and of its file; None: it is no file."""
     disposition = b""
     for line in head.split(b"\r\n"):
         key, _, value = line.partition(b":")
         if key.strip().lower() == b"content-disposition":
             disposition = value.strip()
         if key.strip().lower() == b"content-transfer-encoding" and value.strip().lower() not in _AS_IT_IS:
-            raise _broken("a part has a transfer encoding")
+            raise broken("a part has a transfer encoding")
     kind, _, _ = disposition.partition(b";")
     found = {one[1].lower(): one[2] or one[3] for one in _PARAMETER.finditer(disposition)}
     if kind.strip().lower() != b"form-data" or b"name" not in found:
-        raise _broken("a part has no name")
-    name = re.sub(rb"\\(.)", rb"\1", found[b"name"]).decode(errors="replace")
-    return name, b"filename" in found or b"filename*" in found
+        raise broken("a part has no name")
+    file_name = _unquoted(found.get(b"filename", b"")) if found.keys() & {b"filename", b"filename*"} else None
+    return _unquoted(found[b"name"]), file_name
 
 
-def _text(name: str, data: bytes) -> str:
-    if len(data) > _MAX_TEXT:
-        raise invalid(f"{shorten(name)} has more than {_MAX_TEXT} bytes", name[:64])
+def _unquoted(value: bytes) -> str:
+    return re.sub(rb"\\(.)", rb"\1", value).decode(errors="replace")
+
+
+def text_of(name: str, data: bytes) -> str:
+    """Return the text of a field; raises a 400 if it is too long or not UTF-8."""
+    if len(data) > MAX_TEXT:
+        raise invalid(f"{shorten(name)} has more than {MAX_TEXT} bytes", name[:64])
     try:
         return data.decode()
     except UnicodeDecodeError:
         raise invalid(f"{shorten(name)} is not UTF-8", name[:64]) from None
 
 
-def _broken(why: str) -> ApiError:
+def broken(why: str) -> ApiError:
+    """Return the 400 for a body that is no valid form."""
     return invalid(f"the body is no form: {why}", code="invalid_form")

@@ -143,7 +143,7 @@ class Routes:
         self,
         path: str,
         summary: str,
-        body: Body,
+        body: Body | None,
         replies: Mapping[int, Reply],
         *parameters: Parameter,
         errors: Sequence[int] = WORK_ERRORS,

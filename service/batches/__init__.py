@@ -1,0 +1,1 @@
+"""Files and batches of requests, which survive the end of any process."""

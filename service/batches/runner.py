@@ -1,0 +1,372 @@
+"""Runs batches in the background: checks their files, sends their lines, and writes their output files.
+
+Of several processes with one folder, the holder of the lease does this. A line is sent to its own route, as a request
+of the batch's owner. Its result counts from the transaction that stores it, so each line has one result, whatever ends
+in between; a line may be computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from triptych.service.batches import calls
+from triptych.service.batches.lines import Checker, Line, LineError, parse, read_lines, unrun_line
+from triptych.service.batches.metrics import BatchMetrics
+from triptych.service.batches.objects import ENDPOINTS
+from triptych.service.batches.store import Batch, LeaseLostError, Result, Store, now, sweep
+from triptych.service.core.errors import ApiError, log_unexpected, unauthorized
+from triptych.service.core.threads import Threads
+from triptych.service.http.in_process import InnerReply
+from triptych.service.settings.service_settings import Limits
+from triptych.service.settings.tenant import Tenant
+
+POLL_SECONDS = 1.0
+_SWEEP_SECONDS = 3_600.0
+_PAUSE_SECONDS = 5.0  # after a failure of the disk or the database
+_MAX_BATCHES = 32  # that run at a time; further ones wait
+_READ_LINES = 16  # that are read at a time
+
+logger = logging.getLogger(__name__)
+
+
+class Sends(Protocol):
+    """Sends the request of a line to its route."""
+
+    def tenant(self, owner: str) -> Tenant | None:
+        """Return the holder of the key that made a batch; None if the key is not valid any more."""
+
+    def slots(self) -> int:
+        """Return how many lines may be sent at a time."""
+
+    async def post(self, path: str, body: bytes, tenant: Tenant, media_type: str) -> InnerReply: ...
+
+
+class BatchRunner:
+    """The background work of one process."""
+
+    def __init__(self, store: Store, sender: Sends, limits: Limits, metrics: BatchMetrics) -> None:
+        self.store = store
+        self.sender = sender
+        self.metrics = metrics
+        self.slots = asyncio.Semaphore(1)  # of all batches together, in the order in which they ask
+        self.is_stopping = False
+        self.file_thread = Threads(1, "triptych-batches")
+        self._limits = limits
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()  # batches whose task began after they were cancelled
+        self._news = asyncio.Event()
+        self._swept = -_SWEEP_SECONDS
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        self.slots = asyncio.Semaphore(self.sender.slots())
+        try:
+            while not self.is_stopping:
+                try:
+                    await self._look()
+                except LeaseLostError:
+                    await self._end_tasks()
+                except (sqlite3.Error, OSError) as error:
+                    logger.error("the state of batches cannot be read: %s", error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._news.wait()
+                self._news.clear()
+        finally:
+            await self._end_tasks()
+
+    def notice(self) -> None:
+        """Look at once for what has changed."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """Send no more lines, and give up those that run: the service drains."""
+        self.is_stopping = True
+        for task in self._tasks.values():
+            task.cancel()
+        self._news.set()
+
+    def lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
+        """Yield the numbers and lines of a batch's input file."""
+        checker = Checker(batch.endpoint, self._most_body_bytes(batch))
+        return read_lines(self.store.path_of(batch.input_file_id), checker.most_line_bytes)
+
+    def _most_body_bytes(self, batch: Batch) -> int:
+        name = ENDPOINTS[batch.endpoint]
+        most: int = getattr(self._limits, name)
+        return most * 4 // 3 + 4 if name == "max_audio_bytes" else most  # a file is base64 in a line
+
+    async def _look(self) -> None:
+        """Start, cancel and end the work on batches as their states ask for."""
+        active = await self.store.run(lambda tables: tables.active())
+        sweeps = time.monotonic() - self._swept >= _SWEEP_SECONDS
+        if not (active or sweeps or self._tasks):
+            return
+        if not await self.store.run(lambda tables: tables.take_lease()):
+            await self._end_tasks()
+            return
+        if sweeps:
+            self._swept = time.monotonic()
+            gone, known = await self.store.run(lambda tables: tables.expire())
+            await self.file_thread.run_in_thread(lambda: sweep(self.store.files, gone, known))
+        self.metrics.state(active, await self.store.run(lambda tables: tables.bytes_used))
+        for batch in active:
+            await self._look_at(batch)
+        if not active:
+            await self.store.run(lambda tables: tables.drop_lease())
+
+    async def _look_at(self, batch: Batch) -> None:
+        """Begin the work on a batch; begin it again if the batch was cancelled meanwhile."""
+        task = self._tasks.get(batch.id)
+        if task is not None and batch.status == "cancelling" and batch.id not in self._cancelled:
+            await self._end_task(batch.id)
+            task = None
+        if (task is None or task.done()) and not self.is_stopping:
+            self._tasks = {id: one for id, one in self._tasks.items() if not one.done()}
+            if batch.status == "cancelling":
+                self._cancelled.add(batch.id)
+            if len(self._tasks) < _MAX_BATCHES:
+                self._tasks[batch.id] = asyncio.create_task(self._guarded(batch))
+
+    async def _end_task(self, batch_id: str) -> None:
+        task = self._tasks.pop(batch_id)
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def _end_tasks(self) -> None:
+        for batch_id in list(self._tasks):
+            await self._end_task(batch_id)
+
+    async def _guarded(self, batch: Batch) -> None:
+        """Work on a batch; after a failure, pause: the next look begins again."""
+        try:
+            await self._work(batch)
+            self._cancelled.discard(batch.id)
+        except LeaseLostError:
+            return
+        except (sqlite3.Error, OSError) as error:
+            logger.error("batch %s waits: %s", batch.id, error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+        except Exception as error:
+            log_unexpected(error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            self._news.set()
+
+    async def _work(self, batch: Batch) -> None:
+        """Bring a batch to its end."""
+        if batch.status == "validating":
+            batch = await self._check(batch)
+        if batch.status == "in_progress":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(batch.expires_at - now()):
+                    await RunningBatch(self, batch).send_all()
+            batch = await self.change(batch, _finalize)
+        if batch.status == "finalizing":
+            await self._finish(batch, "completed" if batch.completed + batch.failed == batch.total else "expired")
+        elif batch.status == "cancelling":
+            await self._finish(batch, "cancelled")
+
+    async def change(self, batch: Batch, act: Callable[[Batch], None]) -> Batch:
+        return await self.store.run(lambda tables: tables.change(batch.id, act))
+
+    # Checking
+
+    async def _check(self, batch: Batch) -> Batch:
+        """Check all lines; then the batch has failed or is in progress."""
+        checker, stop = Checker(batch.endpoint, self._most_body_bytes(batch)), threading.Event()
+        try:
+            errors = await self.file_thread.run_in_thread(lambda: self._errors(batch, checker, stop))
+        finally:
+            stop.set()
+
+        def enter(one: Batch) -> None:
+            if one.status != "validating":
+                return  # cancelled meanwhile
+            one.total = 0 if errors else checker.total
+            one.model = next(iter(checker.models)) if len(checker.models) == 1 else None
+            one.errors = [asdict(error) for error in errors]
+            one.enter("failed" if errors else "in_progress")
+
+        found = await self.change(batch, enter)
+        if found.status == "failed":
+            self.metrics.ended("failed")
+        return found
+
+    def _errors(self, batch: Batch, checker: Checker, stop: threading.Event) -> list[LineError]:
+        try:
+            for number, line in self.lines(batch):
+                checker.add(number, line)
+                if checker.is_full or stop.is_set():
+                    break
+        except FileNotFoundError:
+            return [LineError("file_missing", "the input file is not there any more; upload it again")]
+        return checker.finish()
+
+    # The output files
+
+    async def _finish(self, batch: Batch, status: str) -> None:
+        """Write the output files and end the batch. Until the last transaction nothing of it counts."""
+        files = OutputFiles(self.store)
+        try:
+            last = 0
+            while some := await self.store.run(lambda tables: tables.results(batch.id, last)):
+                await self.file_thread.run_in_thread(lambda: files.add(some))
+                last = some[-1][0]
+            done = await self.store.run(lambda tables: tables.lines_done(batch.id))
+            unrun = 0
+            if status != "completed" and batch.total:
+                unrun = await self.file_thread.run_in_thread(lambda: files.add_unrun(batch, self.lines(batch), done, status))
+            output, errors = await self.file_thread.run_in_thread(files.complete)
+            found = await self.store.run(lambda tables: tables.finish(batch.id, status, output, errors, unrun))
+        finally:
+            files.close()
+        self.metrics.ended(found.status)
+        logger.info(
+            "batch %s is %s: %d lines, %d completed, %d failed",
+            *(batch.id, found.status, found.total, found.completed, found.failed),
+        )
+
+
+class RunningBatch:
+    """The lines of one batch while they are sent."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._pending: list[Result] = []  # with a reply, and not stored yet
+        self._writing = asyncio.Lock()
+        self._in_flight = asyncio.Semaphore(runner.sender.slots())  # also those that wait to be sent again
+
+    async def send_all(self) -> None:
+        """Return when every line has a result. Raises `LeaseLostError`."""
+        runner = self._runner
+        done = await runner.store.run(lambda tables: tables.lines_done(self._batch.id))
+        lines = runner.lines(self._batch)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while some := await runner.file_thread.run_in_thread(lambda: _next(lines, done)):
+                    for number, line in some:
+                        await self._in_flight.acquire()
+                        group.create_task(self._run(number, line))
+        except* LeaseLostError:
+            raise LeaseLostError from None
+
+    async def _run(self, number: int, raw: bytes) -> None:
+        try:
+            await self._put(await self._result(number, parse(raw)))
+        finally:
+            self._in_flight.release()
+
+    async def _result(self, number: int, line: Line) -> Result:
+        """Send a line until its reply is final."""
+        batch, metrics = self._batch, self._runner.metrics
+        try:
+            body, media_type = await asyncio.to_thread(calls.request_of, line)
+        except ApiError as error:
+            return calls.refused(batch.id, number, line.custom_id, error)
+        failures = 0
+        while True:
+            tenant = self._runner.sender.tenant(batch.owner)
+            if tenant is None:
+                error = unauthorized("the API key that made this batch is not valid any more")
+                return calls.refused(batch.id, number, line.custom_id, error)
+            async with self._runner.slots:
+                reply = await self._runner.sender.post(line.url, body, tenant, media_type)
+            if self._runner.is_stopping:  # what a drain has cut off is no result
+                await asyncio.Event().wait()
+            broke = calls.broke_engine(reply)
+            failures += broke
+            seconds = calls.seconds_to_wait(reply, failures)
+            if seconds is None:
+                return calls.result_of(batch.id, number, line.custom_id, reply)
+            metrics.retried(batch.endpoint, "engine" if broke else "load")
+            await asyncio.sleep(seconds)
+
+    async def _put(self, result: Result) -> None:
+        """Store a result, in one transaction with those of other lines that are ready."""
+        self._pending.append(result)
+        async with self._writing:
+            if not self._pending:
+                return
+            results, self._pending = self._pending, []
+            await self._store(results)
+        for one in results:
+            self._runner.metrics.line(self._batch.endpoint, ok=one.ok)
+
+    async def _store(self, results: list[Result]) -> None:
+        """Store results; while the disk is full, wait."""
+        store, id_ = self._runner.store, self._batch.id
+        while True:
+            try:
+                if await store.run(lambda tables: tables.has_room and bool(tables.add_results(id_, results))):
+                    return
+                logger.warning("batch %s waits: max_state_bytes is reached; delete files", id_)
+            except (sqlite3.Error, OSError) as error:
+                logger.error("batch %s waits: its results cannot be written: %s", id_, error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+class OutputFiles:
+    """The output and the error file of a batch while they are written."""
+
+    def __init__(self, store: Store) -> None:
+        self._paths = {ok: store.new_upload() for ok in (True, False)}
+        self._files = {ok: path.open("xb") for ok, path in self._paths.items()}
+
+    def add(self, results: list[tuple[int, int, bytes]]) -> None:
+        for _, ok, data in results:
+            self._files[bool(ok)].write(data + b"\n")
+
+    def add_unrun(self, batch: Batch, lines: Iterator[tuple[int, bytes]], done: set[int], status: str) -> int:
+        """Write an error for each line that has no result; return their number."""
+        why = "the batch was cancelled" if status == "cancelled" else "the completion window ended"
+        unrun = 0
+        for number, raw in lines:
+            if number not in done:
+                message = f"this request was not executed: {why}"
+                custom_id = parse(raw).custom_id
+                line = unrun_line(batch.id, number, custom_id, f"batch_{status}", message)
+                self._files[False].write(line + b"\n")
+                unrun += 1
+        return unrun
+
+    def complete(self) -> tuple[Path | None, Path | None]:
+        """Sync the files; return the paths of those that are not empty."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        output, errors = (self._paths[ok] if self._files[ok].tell() else None for ok in (True, False))
+        return output, errors
+
+    def close(self) -> None:
+        """Remove what no batch has."""
+        for ok, file in self._files.items():
+            file.close()
+            self._paths[ok].unlink(missing_ok=True)
+
+
+def _next(lines: Iterator[tuple[int, bytes]], done: set[int]) -> list[tuple[int, bytes]]:
+    """Return a few lines without a result; none at the end of the file."""
+    found = []
+    for number, line in lines:
+        if number not in done:
+            found.append((number, line))
+            if len(found) == _READ_LINES:
+                break
+    return found
+
+
+def _finalize(batch: Batch) -> None:
+    if batch.status == "in_progress":  # else it was cancelled meanwhile
+        batch.enter("finalizing")
