@@ -14,6 +14,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from triptych.service.batches import routes as batch_routes
+from triptych.service.batches.state import Batches
 from triptych.service.core.engine_client import EngineClient, ModelReader
 from triptych.service.core.models import Models
 from triptych.service.http.bodies import cancel_all
@@ -54,7 +56,7 @@ from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
     *(generate, encode, openai, responses, messages, ollama, huggingface, ranking, pipelines, text2text, images, audio),
-    *(decisions, llama_cpp, tokens, operations, models, playground, docs),
+    *(batch_routes, decisions, llama_cpp, tokens, operations, models, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
 
@@ -102,9 +104,13 @@ def create_app(
             await service.start()
             works = (ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models())
             background = [asyncio.create_task(work) for work in works]
+            if batches is not None:
+                background.append(asyncio.create_task(batches.runner.run()))
             yield
             await cancel_all(background)
         finally:
+            if batches is not None:
+                await batches.close()
             await asyncio.to_thread(speech.close)
             await service.close()
 
@@ -121,5 +127,6 @@ def create_app(
             Middleware(HeadMiddleware),
         ],
     )
-    app.state.service, app.state.speech = service, speech
+    batches = Batches.of(app, service, keys)
+    app.state.service, app.state.speech, app.state.batches = service, speech, batches
     return app

@@ -94,7 +94,8 @@ SERVICE = """
                           dialects
     routes              : model/errors model/api model/checkpoint model/pretrained core schemas observability
                           planning/outputs planning lifecycle speech chat http dialects
-    app                 : settings core observability lifecycle http speech routes
+    batches             : model/errors settings core schemas observability lifecycle http
+    app                 : settings core observability lifecycle http speech routes batches
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           sandbox observability planning lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/system model/checkpoint model/names settings sandbox core

@@ -124,9 +124,10 @@ def test_only_monotonic_clocks_decide_anything() -> None:
             if isinstance(node, ast.Attribute) and node.attr in clocks and ast.unparse(node) in _TIME_OF_DAY:
                 readers.add(name)
     # `created`, a chat template's date, when a model unloads, the times of spans and of vLLM's gauge of adapters;
-    # how old a file is by its own times; whether a key has expired
+    # how old a file is by its own times; files and batches, whose dates outlive a process; whether a key has expired
     shown = {
         "model/checkpoint/content.py",
+        "service/batches/store.py",
         "service/lifecycle/jobs.py",
         "service/lifecycle/state.py",
         "service/chat/render_main.py",

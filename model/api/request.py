@@ -101,6 +101,7 @@ def _digest(kind: SourceKind, *parts: bytes) -> bytes:
 
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # smaller is served first
+BACKGROUND_PRIORITY = MAX_PRIORITY + 1  # of work that gets only the time that other requests leave
 
 
 class FinishReason(StrEnum):
@@ -205,6 +206,10 @@ class Request:
     images: tuple[ImageSpan, ...] = ()  # pictures that the prompt holds, in order
 
     @property
+    def is_background(self) -> bool:
+        return self.priority >= BACKGROUND_PRIORITY
+
+    @property
     def num_sent_tokens(self) -> int:
         """Tokens of what the client sent: of the source, or else of the prompt."""
         return self.source.num_positions if self.source is not None else len(self.prompt_token_ids)
@@ -238,6 +243,7 @@ class EncodeRequest:
     candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary
     arrival_time: float = 0.0
     deadline: float | None = None
+    is_background: bool = False  # it gets only the time that other requests leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def _form(fields: dict[str, Any]) -> tuple[bytes, str]:
         if name in ("file", "file_url"):
             parts.append(f'{head.replace("file_url", "file")}; filename="audio"\r\n\r\n'.encode() + _file(value, name))
         elif isinstance(value, list):
-            label = f"{head[:-1]}{'' if name.endswith('[]') else '[]'}\""
+            label = f'{head[:-1]}{"" if name.endswith("[]") else "[]"}"'
             parts += [f"{label}\r\n\r\n{_text(one)}".encode() for one in value]
         elif value is not None:
             parts.append(f"{head}\r\n\r\n{_text(value)}".encode())

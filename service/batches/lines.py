@@ -153,7 +153,7 @@ def _fault(line: bytes, error: Exception) -> tuple[str, str, str | None]:
         if name != "body" and not isinstance(found[name], str):
             return "invalid_type", f"{name} must be a text", name
     other = next(name for name in found if name not in ("custom_id", "method", "url", "body"))
-    return "unknown_field", f"unknown field {ascii(other[:64])}; a line has custom_id, method, url and body", other[:64]
+    return "unknown_field", f"unknown field {other[:64]!a}; a line has custom_id, method, url and body", other[:64]
 
 
 def _text(raw: msgspec.Raw) -> str:

@@ -47,7 +47,8 @@ class ExpiresAfter(Body):
 
 Metadata = Annotated[
     dict[
-        Annotated[str, StringConstraints(min_length=1, max_length=64)], Annotated[str, StringConstraints(max_length=512)]
+        Annotated[str, StringConstraints(min_length=1, max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
     ],
     Field(max_length=16),
 ]
@@ -62,9 +63,7 @@ class BatchBody(Body):
         description="The id of a file of requests, one JSON object a line, uploaded with the purpose `batch`.",
         examples=["file-5f0c1d"],
     )
-    endpoint: Endpoint = Field(
-        description="The route of all requests in the file.", examples=["/v1/chat/completions"]
-    )
+    endpoint: Endpoint = Field(description="The route of all requests in the file.", examples=["/v1/chat/completions"])
     completion_window: Literal["24h"] = Field(
         description="After this time the batch ends, with what has been computed.", examples=["24h"]
     )

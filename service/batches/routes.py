@@ -129,9 +129,7 @@ async def file_content(request: Request) -> Response:
     return FileResponse(path, media_type="application/jsonl", filename=file.filename, stat_result=found)
 
 
-@routes.delete(
-    "/v1/files/{file_id}", "Delete a file", replies("It is deleted.", Any), _FILE_ID, errors=(404, 409, 501)
-)
+@routes.delete("/v1/files/{file_id}", "Delete a file", replies("It is deleted.", Any), _FILE_ID, errors=(404, 409, 501))
 async def delete_file(request: Request) -> Response:
     """Deletes a file; one that an unfinished batch reads is kept (409)."""
     batches, owner, file_id = _batches(request), context_of_request().tenant.id, request.path_params["file_id"]

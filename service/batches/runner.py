@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from operator import methodcaller
 from pathlib import Path
 from typing import Protocol
+
+from starlette.types import ASGIApp
 
 from triptych.service.batches import calls
 from triptych.service.batches.lines import Checker, Line, LineError, parse, read_lines, unrun_line
@@ -26,7 +29,7 @@ from triptych.service.batches.objects import ENDPOINTS
 from triptych.service.batches.store import Batch, LeaseLostError, Result, Store, now, sweep
 from triptych.service.core.errors import ApiError, log_unexpected, unauthorized
 from triptych.service.core.threads import Threads
-from triptych.service.http.in_process import InnerReply
+from triptych.service.http.in_process import post
 from triptych.service.settings.service_settings import Limits
 from triptych.service.settings.tenant import Tenant
 
@@ -39,8 +42,8 @@ _READ_LINES = 16  # that are read at a time
 logger = logging.getLogger(__name__)
 
 
-class Sends(Protocol):
-    """Sends the request of a line to its route."""
+class Room(Protocol):
+    """What the service allows batches."""
 
     def tenant(self, owner: str) -> Tenant | None:
         """Return the holder of the key that made a batch; None if the key is not valid any more."""
@@ -48,15 +51,15 @@ class Sends(Protocol):
     def slots(self) -> int:
         """Return how many lines may be sent at a time."""
 
-    async def post(self, path: str, body: bytes, tenant: Tenant, media_type: str) -> InnerReply: ...
-
 
 class BatchRunner:
     """The background work of one process."""
 
-    def __init__(self, store: Store, sender: Sends, limits: Limits, metrics: BatchMetrics) -> None:
+    def __init__(self, app: ASGIApp, store: Store, room: Room, limits: Limits, metrics: BatchMetrics) -> None:
+        """Lines are sent to `app`."""
+        self.app = app
         self.store = store
-        self.sender = sender
+        self.room = room
         self.metrics = metrics
         self.slots = asyncio.Semaphore(1)  # of all batches together, in the order in which they ask
         self.is_stopping = False
@@ -69,7 +72,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled."""
-        self.slots = asyncio.Semaphore(self.sender.slots())
+        self.slots = asyncio.Semaphore(self.room.slots())
         try:
             while not self.is_stopping:
                 try:
@@ -220,13 +223,15 @@ class BatchRunner:
         files = OutputFiles(self.store)
         try:
             last = 0
-            while some := await self.store.run(lambda tables: tables.results(batch.id, last)):
+            while some := await self.store.run(methodcaller("results", batch.id, last)):
                 await self.file_thread.run_in_thread(lambda: files.add(some))
                 last = some[-1][0]
             done = await self.store.run(lambda tables: tables.lines_done(batch.id))
             unrun = 0
             if status != "completed" and batch.total:
-                unrun = await self.file_thread.run_in_thread(lambda: files.add_unrun(batch, self.lines(batch), done, status))
+                unrun = await self.file_thread.run_in_thread(
+                    lambda: files.add_unrun(batch, self.lines(batch), done, status)
+                )
             output, errors = await self.file_thread.run_in_thread(files.complete)
             found = await self.store.run(lambda tables: tables.finish(batch.id, status, output, errors, unrun))
         finally:
@@ -246,7 +251,7 @@ class RunningBatch:
         self._batch = batch
         self._pending: list[Result] = []  # with a reply, and not stored yet
         self._writing = asyncio.Lock()
-        self._in_flight = asyncio.Semaphore(runner.sender.slots())  # also those that wait to be sent again
+        self._in_flight = asyncio.Semaphore(runner.room.slots())  # also those that wait to be sent again
 
     async def send_all(self) -> None:
         """Return when every line has a result. Raises `LeaseLostError`."""
@@ -277,12 +282,12 @@ class RunningBatch:
             return calls.refused(batch.id, number, line.custom_id, error)
         failures = 0
         while True:
-            tenant = self._runner.sender.tenant(batch.owner)
+            tenant = self._runner.room.tenant(batch.owner)
             if tenant is None:
-                error = unauthorized("the API key that made this batch is not valid any more")
-                return calls.refused(batch.id, number, line.custom_id, error)
+                gone = unauthorized("the API key that made this batch is not valid any more")
+                return calls.refused(batch.id, number, line.custom_id, gone)
             async with self._runner.slots:
-                reply = await self._runner.sender.post(line.url, body, tenant, media_type)
+                reply = await post(self._runner.app, line.url, body, tenant, media_type)
             if self._runner.is_stopping:  # what a drain has cut off is no result
                 await asyncio.Event().wait()
             broke = calls.broke_engine(reply)

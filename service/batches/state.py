@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -12,10 +11,9 @@ from triptych.service.batches.metrics import BatchMetrics
 from triptych.service.batches.runner import BatchRunner
 from triptych.service.batches.store import Store
 from triptych.service.core.errors import no_room
-from triptych.service.http import in_process
-from triptych.service.http.in_process import InnerReply
 from triptych.service.lifecycle.state import Service
-from triptych.service.settings.tenant import Tenant
+from triptych.service.settings.api_keys import KeyRing
+from triptych.service.settings.tenant import NO_TENANT, Tenant
 
 _MAX_UPLOADS = 8  # at a time
 _MAX_SLOTS, _DEFAULT_SLOTS = 64, 16  # lines that are sent at a time
@@ -24,12 +22,18 @@ _MAX_SLOTS, _DEFAULT_SLOTS = 64, 16  # lines that are sent at a time
 class Batches:
     """What the routes of files and batches use."""
 
-    def __init__(self, folder: Path, service: Service, find_tenant: Callable[[str], Tenant | None]) -> None:
-        """`find_tenant` returns the holder of a key by its id. Raises `ConfigError`."""
+    def __init__(self, app: ASGIApp, folder: Path, service: Service, keys: KeyRing | None) -> None:
+        """Keep files and batches in `folder`; lines are sent to `app`. Raises `ConfigError`."""
         self.store = Store(folder, service.settings.max_state_bytes)
-        self.sender = _Sender(service, find_tenant)
-        self.runner = BatchRunner(self.store, self.sender, service.limits, BatchMetrics(service.metrics))
+        metrics = BatchMetrics(service.metrics)
+        self.runner = BatchRunner(app, self.store, _Room(service, keys), service.limits, metrics)
         self._uploads = 0
+        service.at_drain(self.runner.stop)
+
+    @classmethod
+    def of(cls, app: ASGIApp, service: Service, keys: KeyRing | None) -> Batches | None:
+        """Return the batches of a service with a state folder, else None."""
+        return None if service.state_folder is None else cls(app, service.state_folder.path, service, keys)
 
     def begin_upload(self) -> None:
         """Count an upload; raises a 429 if there are too many. `end_upload` follows."""
@@ -46,19 +50,20 @@ class Batches:
         await asyncio.to_thread(self.store.close)
 
 
-class _Sender:
-    """Sends lines to the application itself."""
+class _Room:
+    """What the service allows batches."""
 
-    def __init__(self, service: Service, find_tenant: Callable[[str], Tenant | None]) -> None:
-        self.app: ASGIApp | None = None
+    def __init__(self, service: Service, keys: KeyRing | None) -> None:
         self._service = service
-        self.tenant = find_tenant
+        self._keys = keys
+
+    def tenant(self, owner: str) -> Tenant | None:
+        """Return the holder of a key; None if the key is not valid any more."""
+        if self._keys is None or not owner:  # a batch that was made before there were keys belongs to nobody
+            return None if owner or self._keys is not None else NO_TENANT
+        return self._keys.holder(owner)
 
     def slots(self) -> int:
         """Return how many sequences the largest model runs, within bounds."""
         most = max((info.max_num_seqs for info in self._service.client.models.values()), default=_DEFAULT_SLOTS)
         return min(most, _MAX_SLOTS)
-
-    async def post(self, path: str, body: bytes, tenant: Tenant, media_type: str) -> InnerReply:
-        assert self.app is not None
-        return await in_process.post(self.app, path, body, tenant, media_type)

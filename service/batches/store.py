@@ -198,9 +198,7 @@ class Tables:
 
     def _keep(self, content: Path, owner: str, filename: str, purpose: str, seconds: int) -> StoredFile:
         time_ = now()
-        found = StoredFile(
-            new_id("file-"), owner, content.stat().st_size, time_, time_ + seconds, filename, purpose
-        )
+        found = StoredFile(new_id("file-"), owner, content.stat().st_size, time_, time_ + seconds, filename, purpose)
         content.rename(self._files / found.id)
         _sync_folder(self._files)
         self._insert(found)
@@ -355,10 +353,14 @@ class Tables:
             batch.failed += unrun
             batch.enter(status)
             self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
-            made = {}
+            made: dict[str, str | None] = {}
             for path, kind in ((output, "output"), (errors, "error")):
                 name = f"{batch_id}_{kind}.jsonl"
-                made[kind] = path and self._keep(path, batch.owner, name, "batch_output", batch.output_seconds).id
+                made[kind] = (
+                    None
+                    if path is None
+                    else self._keep(path, batch.owner, name, "batch_output", batch.output_seconds).id
+                )
             batch.output_file_id, batch.error_file_id = made["output"], made["error"]
 
         return self.change(batch_id, end)
@@ -407,7 +409,10 @@ class Tables:
     ) -> list[tuple[Any, ...]]:
         """Return a page of rows in the order in which they were made; none after an id that is not the owner's."""
         if after is not None:
-            terms = [*terms, f"number {'>' if ascending else '<'} (SELECT number FROM {table} WHERE id = ? AND owner = ?)"]
+            terms = [
+                *terms,
+                f"number {'>' if ascending else '<'} (SELECT number FROM {table} WHERE id = ? AND owner = ?)",
+            ]
             values = [*values, after, values[0]]
         order = "ASC" if ascending else "DESC"
         return self._rows(

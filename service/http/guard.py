@@ -6,6 +6,7 @@ The checked path is the routed one (`scope["path"]`), never one built from heade
 from __future__ import annotations
 
 import base64
+import math
 
 from starlette.types import Scope
 
@@ -29,6 +30,7 @@ from triptych.service.settings.key_lines import KeyLine
 from triptych.service.settings.service_settings import Limits
 
 TENANT = "triptych.tenant"  # in the scope of a request that the service makes itself: for whom
+_FILE_RATE = 100_000.0  # bytes a second
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 
@@ -80,6 +82,11 @@ class Guard:
     def max_body_bytes(self, scope: Scope) -> int:
         """Return the limit of a body's bytes on this path."""
         return int(getattr(self._limits, self._body_limits.get(scope["path"], MAX_BODY)))
+
+    def least_rate(self, scope: Scope) -> float:
+        """Return how many bytes a second a body may be slow after `receive_s`; only large files have more time."""
+        is_file = self._body_limits.get(scope["path"]) == "max_file_bytes"
+        return _FILE_RATE if is_file else math.inf
 
     def counts_body(self, scope: Scope) -> bool:
         """Return whether a body on this path counts in `BodyRoom`; other paths have limits of their own."""

@@ -13,6 +13,7 @@ from triptych.service.http.guard import TENANT
 from triptych.service.http.message_head import header_of
 from triptych.service.settings.tenant import Tenant
 
+
 @dataclass(frozen=True, slots=True)
 class InnerReply:
     """A complete reply."""

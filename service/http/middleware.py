@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from triptych.service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
 from triptych.service.core.request_context import RequestContext, current, request_id_from, set_current
 from triptych.service.http.connections import LOSS, ConnectionLoss
-from triptych.service.http.guard import FREE_BYTES, BodyRoom, Guard, HeldBody
+from triptych.service.http.guard import FREE_BYTES, TENANT, BodyRoom, Guard, HeldBody
 from triptych.service.http.message_head import all_of, header_of
 from triptych.service.http.route_table import RouteTable
 from triptych.service.observability.logs import access
@@ -37,6 +37,7 @@ class Accounts:
             task=self._table.tasks.get(scope["path"]) if scope["method"] == "POST" else None,
             path=scope["path"],
             scheme=scope.get("scheme", "http"),
+            is_background=TENANT in scope,
             traceparent=header_of(headers, b"traceparent") or "",
             tracestate=all_of(headers, b"tracestate"),
         )
@@ -135,6 +136,7 @@ class GuardMiddleware:
     def _counted(self, scope: Scope, receive: Receive, loss: ConnectionLoss | None) -> Receive:
         """Wrap `receive` to raise a 413 for a body that is too large, and a 408 for one that is too slow."""
         deadline, most = asyncio.get_running_loop().time() + self._limits.receive_s, self._guard.max_body_bytes(scope)
+        rate = self._guard.least_rate(scope)
         seen = 0
         complete = False
         held = None
@@ -146,7 +148,7 @@ class GuardMiddleware:
             if loss is not None and loss.has_whole_request:
                 message = await receive()
             else:
-                message = await self._in_time(receive, deadline)
+                message = await self._in_time(receive, deadline + seen / rate)
             complete = not message.get("more_body", False)
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
 
@@ -90,6 +91,7 @@ class Service:
         self.fleet: Fleet = local if replicas is None else replicas.fleet(local)
         self._replicas = replicas
         self._draining = False
+        self._at_drain: list[Callable[[], None]] = []
 
     async def start(self) -> None:
         """Load the models; raises what `EngineClient.start` raises."""
@@ -127,6 +129,12 @@ class Service:
         """Refuse new requests from now on, and fail /readyz; requests in progress continue."""
         self._draining = True
         self.fleet.stop()
+        for call in self._at_drain:
+            call()
+
+    def at_drain(self, call: Callable[[], None]) -> None:
+        """Call `call` when a drain begins."""
+        self._at_drain.append(call)
 
     async def drain(self) -> None:
         """Refuse new requests, wait at most `drain_timeout_s` for those in progress, and cancel the rest."""

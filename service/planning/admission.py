@@ -10,6 +10,8 @@ from triptych.service.core.models import ServedModel
 from triptych.service.core.request_context import current
 from triptych.service.settings.service_settings import Limits
 
+_BACKGROUND_SECONDS = 86_400.0
+
 
 def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) -> None:
     """Raise the error of a full or failed engine before any work is done for the request."""
@@ -36,6 +38,13 @@ def check_request(timeout_s: float | None, priority: int, limits: Limits) -> Non
     if priority < limits.min_priority:  # the message must also be true for a dialect with negated priorities
         message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
         raise invalid(message, "priority")
+
+
+def deadline_of(arrival: float, timeout_s: float | None, limits: Limits) -> float:
+    """Return the deadline of a request; background work without a `timeout_s` may be paused for long."""
+    context = current()
+    background = context is not None and context.is_background
+    return arrival + (timeout_s or (_BACKGROUND_SECONDS if background else limits.request_timeout_s))
 
 
 def check_timeout(timeout_s: float | None, limits: Limits) -> None:

@@ -23,9 +23,10 @@ from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import deadline_passed, invalid
 from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.core.request_context import current
 from triptych.service.images.files import pixels_of
 from triptych.service.images.image_pool import RequestImages
-from triptych.service.planning.admission import check_room, check_timeout, loaded_info
+from triptych.service.planning.admission import check_room, check_timeout, deadline_of, loaded_info
 from triptych.service.planning.encode_checks import check_inputs, texts_of
 from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
 from triptych.service.planning.requests import engine_id
@@ -152,7 +153,7 @@ class EncodePlanner:
 
     def _base(self, checked: CheckedInputs, arrival: float) -> dict[str, Any]:
         """Return the fields of every `EncodeRequest` of a body."""
-        body, served = checked.body, checked.served
+        body, served, context = checked.body, checked.served, current()
         return {
             "model": served.name,
             "task": checked.output.task,
@@ -161,7 +162,8 @@ class EncodePlanner:
             "dimensions": body.dimensions,
             "adapter": served.checkpoint.sentences.adapter(body.task),
             "arrival_time": arrival,
-            "deadline": arrival + (body.timeout_s or self._limits.request_timeout_s),
+            "deadline": deadline_of(arrival, body.timeout_s, self._limits),
+            "is_background": context is not None and context.is_background,
         }
 
     def _requests(

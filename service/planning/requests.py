@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from triptych.model.api.request import MAX_PRIORITY, MIN_PRIORITY, Request, token_source
+from triptych.model.api.request import BACKGROUND_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Request, token_source
 from triptych.model.api.sampling_bounds import length_of
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.api.stats import ModelInfo
@@ -18,6 +18,7 @@ from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.core.request_context import current
+from triptych.service.planning.admission import deadline_of
 from triptych.service.planning.checks import CheckedPrompts, check_beams
 from triptych.service.planning.tokenization import PromptInput
 from triptych.service.schemas.bodies import GenerateBody
@@ -40,6 +41,8 @@ def cache_salt(requested: str | None) -> str:
 def priority_of(requested: int) -> int:
     """Return the priority of a request: what it asks for and that of its key, together."""
     context = current()
+    if context is not None and context.is_background:
+        return BACKGROUND_PRIORITY
     own = context.tenant.priority if context is not None else 0
     return min(max(requested + own, MIN_PRIORITY), MAX_PRIORITY)
 
@@ -85,7 +88,7 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
         priority=priority_of(body.priority),
         cache_salt=cache_salt(body.cache_salt),
         arrival_time=arrival,
-        deadline=arrival + (body.timeout_s or limits.request_timeout_s),
+        deadline=deadline_of(arrival, body.timeout_s, limits),
         streams=bool(body.stream),
         prediction=tokens.prediction,
         continued=(begin, end) if end - begin < len(ids) else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from triptych.model.errors import ConfigError
 from triptych.service.settings.key_lines import Hashed, KeyLine, digest, plain_line, public_id, read_lines
 from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.settings.tenant import Tenant
 
 _CHECK_SECONDS = 1.0  # minimum time between two checks of the file
 _MAX_BYTES = 1 << 20
@@ -76,6 +77,12 @@ class KeyRing:
             if line is not None and self._proved.get((presented, line.digest)):
                 return line
         return found
+
+    def holder(self, tenant_id: str) -> Tenant | None:
+        """Return the holder with this id; None if no key of the holder is valid any more."""
+        self._refresh()
+        lines = (*self._fixed.values(), *self._plain.values(), *self._hashed.values())
+        return next((line.tenant for line in lines if line.tenant.id == tenant_id and not line.has_expired), None)
 
     @property
     def has_hashes(self) -> bool:

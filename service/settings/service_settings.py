@@ -78,6 +78,7 @@ class Limits:
         256 << 20, "maximum bytes of all bodies above 64 KiB that are being read or answered (429)"
     )
     max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body with an audio file (413)")
+    max_file_bytes: int = _limit(200_000_000, "maximum bytes of a body with a file for a batch (413)")
     max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
     max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at once (429)")
     max_audio_held_bytes: int = _limit(
@@ -179,6 +180,7 @@ class ServiceSettings:
     reasoning_format: str = "auto"  # how models mark reasoning; none: it is part of the content
     embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
     state_dir: str = ""  # a folder for what survives a restart: usage, files and batches; empty: nothing does
+    max_state_bytes: int = 10 * 10**9  # of files and batches
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
     vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
     metrics_port: int = 0  # another port for /metrics, /livez and /readyz, without a key; 0: none
@@ -216,7 +218,7 @@ class ServiceSettings:
             raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ConfigError(f"threads must be 1 to {MOST_THREADS}, found {self.threads}")
-        for name in ("embed_cache_bytes", "response_store_bytes"):
+        for name in ("embed_cache_bytes", "response_store_bytes", "max_state_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
         for name in ("tokenizer_threads", "stall_timeout_s"):

@@ -23,7 +23,7 @@ from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import invalid, unavailable
 from triptych.service.core.models import Models, ServedModel, Task
-from triptych.service.planning.admission import check_request, check_room, loaded_info
+from triptych.service.planning.admission import check_request, check_room, deadline_of, loaded_info
 from triptych.service.planning.requests import cache_salt, engine_id, priority_of
 from triptych.service.planning.tokenization import TokenizerThreads, check_vocabulary
 from triptych.service.sandbox.process_pool import WorkerError
@@ -139,7 +139,7 @@ class SpeechPlanner:
             priority=priority_of(body.priority),
             cache_salt=cache_salt(body.cache_salt),
             arrival_time=arrival,
-            deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
+            deadline=deadline_of(arrival, body.timeout_s, self._limits),
             streams=body.stream,
         )
         maker = RequestMaker(

@@ -1,0 +1,435 @@
+"""Files and batches: the routes, what a batch does with its lines, and what survives."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service.support import App, check_accounts, hold, make_app, run
+from triptych.service.batches import runner, store
+from triptych.service.settings.service_settings import Limits, ServiceSettings
+
+Json = dict[str, Any]
+
+
+def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> Json:
+    body = {"model": "gen", "prompt": "a", "max_tokens": 2, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(lines: Sequence[Json | str]) -> bytes:
+    return b"".join((one if isinstance(one, str) else json.dumps(one)).encode() + b"\n" for one in lines)
+
+
+def batch_app(folder: Path, **settings: Any) -> App:
+    return make_app(settings=ServiceSettings(state_dir=str(folder), **settings))
+
+
+async def upload(client: httpx.AsyncClient, content: bytes, **options: Any) -> httpx.Response:
+    files = {"file": ("in.jsonl", content)}
+    return await client.post("/v1/files", files=files, data={"purpose": "batch"}, **options)
+
+
+async def begin(
+    client: httpx.AsyncClient, lines: Sequence[Json | str], endpoint: str = "/v1/completions", **options: Any
+) -> Json:
+    file = (await upload(client, jsonl(lines), **options)).json()
+    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+    made = await client.post("/v1/batches", json=body, **options)
+    assert made.status_code == 200, made.text
+    found: Json = made.json()
+    return found
+
+
+async def ended(client: httpx.AsyncClient, batch: Json, **options: Any) -> Json:
+    async with asyncio.timeout(60):
+        while True:
+            found: Json = (await client.get(f"/v1/batches/{batch['id']}", **options)).json()
+            if found["status"] in ("completed", "failed", "expired", "cancelled"):
+                return found
+            await asyncio.sleep(0.01)
+
+
+async def content(client: httpx.AsyncClient, file_id: str | None, **options: Any) -> list[Json]:
+    if file_id is None:
+        return []
+    reply = await client.get(f"/v1/files/{file_id}/content", **options)
+    assert reply.status_code == 200
+    return [json.loads(one) for one in reply.text.splitlines()]
+
+
+async def results(client: httpx.AsyncClient, batch: Json, **options: Any) -> tuple[list[Json], list[Json]]:
+    return (
+        await content(client, batch["output_file_id"], **options),
+        await content(client, batch["error_file_id"], **options),
+    )
+
+
+class TestBatch:
+    def test_each_line_is_answered_as_its_route_answers(self, tmp_path: Path) -> None:
+        app = batch_app(tmp_path)
+        lines = [line("a"), line("b", max_tokens=-1), line("c", model="nope"), line("d", prompt="ab")]
+
+        async def work(client: httpx.AsyncClient) -> None:
+            batch = await begin(client, lines)
+            assert batch["status"] == "validating"
+            done = await ended(client, batch)
+            assert (done["status"], done["request_counts"]) == ("completed", {"total": 4, "completed": 2, "failed": 2})
+            output, errors = await results(client, done)
+            assert [one["custom_id"] for one in output] == ["a", "d"]
+            assert [one["custom_id"] for one in errors] == ["b", "c"]
+            assert [one["response"]["status_code"] for one in errors] == [400, 404]
+            direct = (await client.post("/v1/completions", json=lines[0]["body"])).json()
+            reply = output[0]["response"]
+            assert reply["body"]["choices"] == direct["choices"]
+            assert reply["request_id"] and output[0]["error"] is None
+            assert done["usage"]["output_tokens"] == 4
+            assert done["usage"]["total_tokens"] == sum(
+                one["response"]["body"]["usage"]["total_tokens"] for one in output
+            )
+            file = (await client.get(f"/v1/files/{done['output_file_id']}")).json()
+            assert file["purpose"] == "batch_output"
+            assert file["filename"] == f"{batch['id']}_output.jsonl"
+
+        run(app, work)
+        check_accounts(app)
+        assert all(one.is_background for one in app.client.submitted[:2])
+
+    @pytest.mark.parametrize(
+        ("endpoint", "body", "key"),
+        [
+            ("/generate", {"model": "gen", "prompt": "a"}, "choices"),
+            ("/encode", {"model": "enc", "input": "w1"}, "data"),
+            ("/v1/embeddings", {"model": "enc", "input": ["w1", "w2"]}, "data"),
+        ],
+    )
+    def test_other_endpoints(self, tmp_path: Path, endpoint: str, body: Json, key: str) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            one = {"custom_id": "x", "method": "POST", "url": endpoint, "body": body}
+            done = await ended(client, await begin(client, [one], endpoint))
+            output, _ = await results(client, done)
+            assert output[0]["response"]["body"][key]
+            assert done["usage"]["input_tokens"] > 0
+
+        run(batch_app(tmp_path), work)
+
+    def test_a_bad_line_fails_the_batch_before_any_is_run(self, tmp_path: Path) -> None:
+        lines = [
+            line("a"),
+            "{",
+            line("a"),
+            {**line("b"), "method": "GET"},
+            line("c", "/v1/embeddings"),
+            line("d", stream=True),
+            {**line("e"), "extra": 1},
+            {"custom_id": "f", "method": "POST", "url": "/v1/completions"},
+            {**line("g"), "body": []},
+            {**line("h"), "custom_id": 7},
+            line("z" * 600),
+            "[" * 5000,
+            "",
+            line("last", stream=False),
+        ]
+        app = batch_app(tmp_path)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            done = await ended(client, await begin(client, lines))
+            assert done["status"] == "failed"
+            found = [(one["line"], one["code"], one["param"]) for one in done["errors"]["data"]]
+            assert found == [
+                (2, "invalid_json_line", None),
+                (3, "duplicate_custom_id", "custom_id"),
+                (4, "invalid_method", "method"),
+                (5, "invalid_url", "url"),
+                (6, "stream_not_supported", "body.stream"),
+                (7, "unknown_field", "extra"),
+                (8, "missing_field", "body"),
+                (9, "invalid_body", "body"),
+                (10, "invalid_type", "custom_id"),
+                (11, "invalid_custom_id", "custom_id"),
+                (12, "invalid_json_line", None),
+            ]
+            assert done["output_file_id"] is None and done["failed_at"]
+            empty = await ended(client, await begin(client, ["", " "]))
+            assert [one["code"] for one in empty["errors"]["data"]] == ["empty_file"]
+
+        run(app, work)
+        assert not app.client.submitted
+
+    def test_a_file_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("triptych.service.batches.lines.MAX_LINES", 3)
+        monkeypatch.setattr("triptych.service.batches.lines.MAX_EMBEDDED", 3)
+        app = batch_app(tmp_path, limits=Limits(max_body_bytes=5_000))
+
+        async def codes(client: httpx.AsyncClient, lines: Sequence[Json], endpoint: str) -> list[Any]:
+            done = await ended(client, await begin(client, lines, endpoint))
+            return [(one["line"], one["code"]) for one in done["errors"]["data"]]
+
+        async def work(client: httpx.AsyncClient) -> None:
+            many = [line(str(at)) for at in range(6)]
+            assert await codes(client, many, "/v1/completions") == [(4, "too_many_requests")]
+            long = [line("a", prompt="a" * 6_000), line("b", prompt="b" * 20_000), line("c")]
+            assert await codes(client, long, "/v1/completions") == [(1, "body_too_large"), (2, "line_too_long")]
+            texts = [line(str(at), "/v1/embeddings", input=["w1", "w2"]) for at in range(2)]
+            assert await codes(client, texts, "/v1/embeddings") == [(2, "too_many_inputs")]
+
+        run(app, work)
+
+    def test_load_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = batch_app(tmp_path)
+        app.script.queue_full, app.script.retry_after_s = "queue_requests", 0.1
+
+        async def work(client: httpx.AsyncClient) -> None:
+            batch = await begin(client, [line("a"), line("b")])
+            await asyncio.sleep(0.3)
+            app.script.queue_full, app.script.die_after = None, 1
+            await asyncio.sleep(1.2)  # until a line has broken the engine
+            app.script.die_after = None
+            done = await ended(client, batch)
+            assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+        run(app, work)
+        check_accounts(app)
+
+    def test_a_line_that_breaks_the_engine_again_and_again_is_an_error(self, tmp_path: Path) -> None:
+        app = batch_app(tmp_path)
+        app.script.die_after = 1
+
+        async def work(client: httpx.AsyncClient) -> None:
+            done = await ended(client, await begin(client, [line("a")]))
+            _, errors = await results(client, done)
+            assert errors[0]["response"]["body"]["error"]["code"] == "engine_failed"
+
+        run(app, work)
+        assert len(app.client.submitted) == 3
+
+
+class TestEnds:
+    def test_cancel(self, tmp_path: Path) -> None:
+        app = batch_app(tmp_path)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            first = await begin(client, [line("a")])
+            await ended(client, first)
+            free = hold(app)
+            batch = await begin(client, [line("b"), line("c")])
+            while len(app.client.submitted) < 3:
+                await asyncio.sleep(0.01)
+            assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
+            done = await ended(client, batch)
+            assert (done["status"], done["request_counts"]["failed"]) == ("cancelled", 2)
+            _, errors = await results(client, done)
+            assert {one["custom_id"] for one in errors} == {"b", "c"}
+            assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+            free.set()
+            assert (await client.post(f"/v1/batches/{first['id']}/cancel")).status_code == 409
+            assert (await client.post("/v1/batches/batch_x/cancel")).status_code == 404
+
+        run(app, work)
+        check_accounts(app)
+
+    def test_expiry(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = batch_app(tmp_path)
+        monkeypatch.setattr("triptych.service.batches.routes.DAY_SECONDS", 1)
+        free = hold(app)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            done = await ended(client, await begin(client, [line("a")]))
+            assert (done["status"], done["request_counts"]["failed"]) == ("expired", 1)
+            _, errors = await results(client, done)
+            assert errors[0]["error"]["code"] == "batch_expired"
+            free.set()
+
+        run(app, work)
+
+    def test_drain_and_restart(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = batch_app(tmp_path)
+
+        async def stop(client: httpx.AsyncClient) -> Json:
+            await ended(client, await begin(client, [line("x")]))
+            free, batch = hold(app), await begin(client, [line(str(at)) for at in range(20)])
+            while len(app.client.submitted) < 3:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                await app.service.drain()
+            free.set()
+            return batch
+
+        batch = run(app, stop)
+        again = batch_app(tmp_path)
+        monkeypatch.setattr(store, "LEASE_SECONDS", 0.1)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            done = await ended(client, batch)
+            output, _ = await results(client, done)
+            assert [one["custom_id"] for one in output] == [str(at) for at in range(20)]
+
+        run(again, work)
+
+    def test_a_process_that_lost_the_lease_changes_nothing(self, tmp_path: Path) -> None:
+        async def work() -> None:
+            first, second = store.Store(tmp_path, 10**9), store.Store(tmp_path, 10**9)
+            batch = store.Batch("batch_1", "", "/generate", "file-1", "24h", store.now(), store.now() + 60)
+            await first.run(lambda tables: tables.add_batch(batch, 1))
+            assert await first.run(lambda tables: tables.take_lease())
+            assert not await second.run(lambda tables: tables.take_lease())
+            result = store.Result(1, True, b"{}")
+            await first.run(lambda tables: tables.add_results("batch_1", [result, result]))
+            second._lease.since -= 60
+            assert await second.run(lambda tables: tables.take_lease())
+            with pytest.raises(store.LeaseLostError):
+                await first.run(lambda tables: tables.add_results("batch_1", [store.Result(2, True, b"{}")]))
+            await second.run(lambda tables: tables.add_results("batch_1", [result]))
+            assert await second.run(lambda tables: tables.lines_done("batch_1")) == {1}
+            assert (await second.run(lambda tables: tables.batch("", "batch_1"))).completed == 1  # type: ignore[union-attr]
+            first.close()
+            second.close()
+
+        asyncio.run(work())
+
+
+class TestFiles:
+    def test_routes(self, tmp_path: Path) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            made = [(await upload(client, bytes([65 + at]))).json() for at in range(3)]
+            assert made[0]["object"] == "file" and made[0]["bytes"] == 1 and made[0]["filename"] == "in.jsonl"
+            assert made[0]["expires_at"] - made[0]["created_at"] == 30 * 86_400
+            page = (await client.get("/v1/files?limit=2")).json()
+            assert [one["id"] for one in page["data"]] == [made[2]["id"], made[1]["id"]] and page["has_more"]
+            page = (await client.get(f"/v1/files?limit=2&order=asc&after={made[1]['id']}")).json()
+            assert [one["id"] for one in page["data"]] == [made[2]["id"]] and not page["has_more"]
+            assert (await client.get("/v1/files?purpose=batch_output")).json()["data"] == []
+            assert (await client.get(f"/v1/files/{made[1]['id']}/content")).content == b"B"
+            assert (await client.delete(f"/v1/files/{made[1]['id']}")).json()["deleted"]
+            for path in (made[1]["id"], "file-x", "..%2Fbatches.sqlite", "batches.sqlite"):
+                assert (await client.get(f"/v1/files/{path}")).status_code == 404
+                assert (await client.get(f"/v1/files/{path}/content")).status_code == 404
+            assert not (tmp_path / "files" / made[1]["id"]).exists()
+            for query in ("limit=0", "limit=10001", "order=x"):
+                assert (await client.get(f"/v1/files?{query}")).status_code == 400
+
+        run(batch_app(tmp_path), work)
+
+    @pytest.mark.parametrize(
+        ("data", "files", "param"),
+        [
+            ({"purpose": "assistants"}, "a", "purpose"),
+            ({}, "a", "purpose"),
+            ({"purpose": "batch"}, None, "file"),
+            (
+                {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "10"},
+                "a",
+                "expires_after.seconds",
+            ),
+            ({"purpose": "batch", "expires_after[seconds]": "3600"}, "a", "expires_after.anchor"),
+            ({"purpose": "batch", "extra": "1"}, "a", "extra"),
+        ],
+    )
+    def test_bad_uploads(self, tmp_path: Path, data: Json, files: str | None, param: str) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            sent = {"file": files} if files else {"other": ""}
+            parts = {**{name: (None, text) for name, text in data.items()}}
+            if files:
+                parts["file"] = ("x.jsonl", sent["file"])  # type: ignore[assignment]
+            reply = await client.post("/v1/files", files=parts or {"x": (None, "")})
+            assert reply.status_code == 400, reply.text
+            assert reply.json()["error"]["param"] == param
+            assert not list((tmp_path / "files").iterdir())
+
+        run(batch_app(tmp_path), work)
+
+    def test_expires_after(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            data = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+            file = (await client.post("/v1/files", files={"file": ("a", b"x")}, data=data)).json()
+            assert file["expires_at"] - file["created_at"] == 3600
+            later = time.time() + 4000
+            monkeypatch.setattr(store, "now", lambda: int(later))
+            assert (await client.get(f"/v1/files/{file['id']}")).status_code == 404
+            app.app.state.batches.runner._swept = -1e9
+            app.app.state.batches.runner.notice()
+            while list((tmp_path / "files").iterdir()):
+                await asyncio.sleep(0.01)
+
+        app = batch_app(tmp_path)
+        run(app, work)
+
+    def test_files_belong_to_a_key(self, tmp_path: Path) -> None:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+
+        async def work(client: httpx.AsyncClient) -> None:
+            batch = await begin(client, [line("a")], headers=mine)
+            done = await ended(client, batch, headers=mine)
+            paths = [f"/v1/files/{done[name]}" for name in ("input_file_id", "output_file_id")]
+            for path in (*paths, *(f"{one}/content" for one in paths), f"/v1/batches/{batch['id']}"):
+                assert (await client.get(path, headers=mine)).status_code == 200
+                assert (await client.get(path, headers=other)).status_code == 404
+            assert (await client.delete(paths[0], headers=other)).status_code == 404
+            assert (await client.post(f"/v1/batches/{batch['id']}/cancel", headers=other)).status_code == 404
+            for path in ("/v1/files", "/v1/batches"):
+                assert (await client.get(path, headers=other)).json()["data"] == []
+                after = batch["id"] if "batches" in path else done["input_file_id"]
+                assert (await client.get(f"{path}?after={after}", headers=other)).json()["data"] == []
+            body = {"input_file_id": done["input_file_id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+            assert (await client.post("/v1/batches", json=body, headers=other)).status_code == 404
+
+        run(batch_app(tmp_path, api_keys=("k1", "k2")), work)
+
+    def test_the_disk_is_bounded(self, tmp_path: Path) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            assert (await upload(client, b"a" * 150_000)).status_code == 200
+            reply = await upload(client, b"a" * 150_000)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "no_space")
+            assert len(list((tmp_path / "files").iterdir())) == 1
+
+        run(batch_app(tmp_path, max_state_bytes=300_000), work)
+
+    def test_an_input_of_a_running_batch_is_kept(self, tmp_path: Path) -> None:
+        app = batch_app(tmp_path)
+        free = hold(app)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            batch = await begin(client, [line("a")])
+            reply = await client.delete(f"/v1/files/{batch['input_file_id']}")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "file_in_use")
+            free.set()
+            await ended(client, batch)
+            assert (await client.delete(f"/v1/files/{batch['input_file_id']}")).status_code == 200
+
+        run(app, work)
+
+    def test_without_a_folder_the_routes_say_what_to_set(self) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/batches/x")):
+                reply = await client.request(method, path)
+                assert reply.status_code == 501
+                assert "--state-dir" in reply.json()["error"]["message"]
+
+        run(make_app(), work)
+
+
+def test_transcriptions_take_a_file_as_base64(tmp_path: Path) -> None:
+    from triptych.service.batches.calls import request_of
+    from triptych.service.batches.lines import parse
+    from triptych.service.http.multipart import boundary_of, read_form
+
+    data = base64.b64encode(b"RIFF\r\n--x").decode()
+    one = {"file": f"data:audio/wav;base64,{data}", "temperature": 0.5, "timestamp_granularities": ["word", "segment"]}
+    raw = json.dumps({**line("a", "/v1/audio/transcriptions"), "body": one}).encode()
+    body, media_type = request_of(parse(raw))
+    form = read_form(body, boundary_of(media_type))
+    assert form.files[0][1].data == b"RIFF\r\n--x"
+    assert form.texts == (
+        ("temperature", "0.5"),
+        ("timestamp_granularities[]", "word"),
+        ("timestamp_granularities[]", "segment"),
+    )
+    assert runner.POLL_SECONDS
