@@ -14,7 +14,7 @@ MAX_LINES = 50_000
 MAX_EMBEDDED = 50_000  # inputs of all lines of /v1/embeddings
 _MAX_ERRORS = 50  # that are listed
 _MAX_ID = 512  # characters
-_ENVELOPE = 4_096  # bytes of a line besides its body
+_ENVELOPE = 4_096  # bytes of a line without its body
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):

@@ -59,9 +59,9 @@ class _Room:
 
     def tenant(self, owner: str) -> Tenant | None:
         """Return the holder of a key; None if the key is not valid any more."""
-        if self._keys is None or not owner:  # a batch that was made before there were keys belongs to nobody
-            return None if owner or self._keys is not None else NO_TENANT
-        return self._keys.holder(owner)
+        if self._keys is None:
+            return None if owner else NO_TENANT
+        return self._keys.holder(owner) if owner else None  # it was made when the service had no keys
 
     def slots(self) -> int:
         """Return how many sequences the largest model runs, within bounds."""

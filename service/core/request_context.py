@@ -31,7 +31,7 @@ class RequestContext:
     traceparent: str = ""  # W3C Trace Context, as the client sent it
     tracestate: str = ""
     tenant: Tenant = NO_TENANT  # the holder of the API key
-    is_background: bool = False  # nobody waits for it: it runs in the time that other requests leave
+    is_background: bool = False  # of a batch: it runs in the time that other requests leave
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0  # of the input, found in the prefix cache

@@ -45,6 +45,7 @@ _MEANING = {
     431: "The headers are too large.",
     499: "The client closed the connection.",
     500: "The service failed.",
+    501: "The service has no `--state-dir`.",
     503: "Loading, draining or failed; try again after `Retry-After` seconds.",
     504: "The deadline passed before the first token.",
 }
