@@ -93,7 +93,7 @@ def create_app(
     replicas: Replicas | None = None,
 ) -> Application:
     """Build the application for the `models` that `client` runs; `reader` reads models that are loaded on demand."""
-    metrics = Metrics(vllm_names=settings.vllm_metrics)
+    metrics = Metrics(vllm_names=settings.vllm_metrics, max_loras=settings.models.max_loras)
     service = Service(client, models, settings, metrics, reader, replicas)
     speech = speech_planner(service)
     keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)

@@ -41,7 +41,7 @@ from triptych.model.engine.planning.cache_budget import max_context
 from triptych.model.engine.planning.memory_plan import plan_memory, plan_share
 from triptych.model.engine.speculation.plan import DraftPlan
 from triptych.model.engine.warmup import warm_up
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.native.library import native
 from triptych.model.network.activation_dump import VARIABLE, dump_folder
 from triptych.model.network.adapters import load_adapters
@@ -140,11 +140,24 @@ def loading_lora(spec: ModelSpec, base: LoadedModel | None) -> Work[LoadedModel]
         began, model = time.monotonic(), base.encode.model
         folder = read_adapter(Path(spec.path), pickle=spec.engine.pickle)
         yield None
-        adapter = yield from loading_adapter(spec.name, folder, model)
+        adapter = yield from loading_adapter(spec.name, folder, model, lambda needed: _check_room(spec, needed, model))
         seconds = time.monotonic() - began
         info = replace(base.info, name=spec.name, adapter_of=base.name, memory_bytes=adapter.nbytes)
         info.load_seconds = seconds
         return LoadedModel(info, base.encode, base.generate, adapter=adapter)
+
+
+def _check_room(spec: ModelSpec, needed: int, model: Transformer) -> None:
+    """Raise `MemoryShortageError` if an adapter of `needed` bytes does not fit into the memory that is left."""
+    if model.device.type == "cpu":
+        available = max(0, available_memory() - promised_memory())
+    else:
+        available = torch.cuda.mem_get_info(model.device)[0]
+    if spec.memory is not None:
+        available = min(available, spec.memory)
+    if needed > available:
+        message = f"the adapter takes {needed / 1e6:.1f} MB, of {available / 1e6:.1f} MB that are available"
+        raise MemoryShortageError(message, needed, available)
 
 
 def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:

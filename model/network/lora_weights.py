@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.errors import CheckpointError, ConfigError, listed
 from triptych.model.families import family_for
 from triptych.model.families.table.rules import Family, LinearRule, Shape
-from triptych.model.linear.base import linears
+from triptych.model.linear.base import LinearSpec, Part, linears
 from triptych.model.linear.native import NativeLinear, packed_linear
+from triptych.model.native.library import KINDS
 from triptych.model.network.lora import ADAPTED, OF_SOURCES, LoraAdapter, LowRankPart
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work, finish
@@ -107,9 +109,26 @@ def _unserved(target: str, config: ModelConfig) -> str:
     return "recurrent layers" if place.startswith("delta.") else f"the network's {place}"
 
 
-def loading_adapter(name: str, folder: AdapterFolder, model: Transformer) -> Work[LoraAdapter]:
-    """Read an adapter for a loaded network in parts; raises `CheckpointError` if it does not fit."""
+def planned_bytes(planned: Mapping[str, Sequence[_Planned]], model: Transformer) -> int:
+    """Return the bytes that the matrices will take in memory, as the network keeps them."""
+    modules = [one.module for found in planned.values() for one in found]
+    shapes = [tensor.shape for module in modules for tensor in (module.down, module.up)]
+    dtype, library = model.linear.dtype, model.linear.library
+    if library is None:
+        return sum(dtype.itemsize * math.prod(shape) for shape in shapes)
+    matrices = (LinearSpec("matrix", inputs, (Part(rows),), bias=False) for rows, inputs in shapes)
+    return sum(NativeLinear(spec, KINDS[dtype], dtype, library).nbytes for spec in matrices)
+
+
+def loading_adapter(
+    name: str, folder: AdapterFolder, model: Transformer, check: Callable[[int], object] = lambda _: None
+) -> Work[LoraAdapter]:
+    """Read an adapter for a loaded network in parts; raises `CheckpointError` if it does not fit.
+
+    `check` gets the planned bytes before a weight is read, and may raise.
+    """
     planned = plan_adapter(folder, model)
+    check(planned_bytes(planned, model))
     yield None
     stored = {one.name: one for module in folder.modules.values() for one in (module.down, module.up)}
     parts: dict[str, tuple[LowRankPart, ...]] = {}

@@ -28,6 +28,7 @@ def described(name: str, path: Path) -> dict[str, Any]:
         "form": "adapter",
         "adapter_of": folder.base,
         "parameters": folder.size,
+        "memory_bytes": {"float32": 4 * folder.size, "bfloat16": 2 * folder.size},
         "modules": {
             kind: {
                 "count": len(found),
@@ -50,6 +51,8 @@ def show(name: str, path: Path) -> None:
         ranks, scales = (", ".join(map(str, one[key])) for key in ("ranks", "scales"))
         table.add_row(kind, str(one["count"]), ranks, scales, f"{one['parameters']:,}")
     console.print(table)
+    sizes = " or ".join(f"{size / 1e6:.2f} MB in {dtype}" for dtype, size in found["memory_bytes"].items())
+    console.print(f"in memory: {sizes}, and some padding", highlight=False)
     console.print(f"serve it: triptych serve base=MODEL --lora {name}={path}", markup=False, soft_wrap=True)
 
 

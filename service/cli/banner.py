@@ -16,7 +16,7 @@ _NO_USE = ModelUse()
 def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
     """Return the text of the banner; the start took `seconds`."""
     settings = config.settings
-    later = settings.models.models_dir
+    later, adapters = settings.models.models_dir, settings.models.lora_dirs
     versions = next((info.versions for info in ready.models.values()), {})
     lines = [
         "",
@@ -25,6 +25,7 @@ def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
         *(line for name, info in ready.models.items() for line in _model_lines(info, ready.uses.get(name, _NO_USE))),
         "",
         *([f"  folder  {later}: a model in it is loaded when a request names it"] if later else []),
+        *(f"  folder  {path}: an adapter of {name} in it is loaded when a request names it" for name, path in adapters),
         f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}"
         + ("; admin keys load and unload models" if settings.has_admin else ""),
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "

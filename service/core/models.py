@@ -190,6 +190,7 @@ class Model:
     refusal: ApiError | None = None  # error for requests that name the model, if they may not
     given_path: str | None = None  # path as an operator gave it
     stamp: Stamp = ()  # of the files of `spec`, if they are watched
+    changed: bool = False  # whether its files are others than those that were loaded
     missed: int = 0  # consecutive scans without its folder, if that is watched
     reason: str = ""  # why it failed or is unloaded
     error: ApiError | None = None  # of the last failed load, for its requester
@@ -197,6 +198,7 @@ class Model:
     users: int = 0  # requests that hold it
     used_at: float = field(default_factory=time.monotonic)  # when it was last used or loaded, or became known
     task: asyncio.Task[None] | None = None  # its loading or unloading
+    leaving: asyncio.Task[None] | None = None  # of a loaded one: waits for its last request, to unload it; no new ones
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -220,7 +222,7 @@ class Model:
 
     def serve(self, served: ServedModel) -> None:
         """Mark the model as loaded by the engine."""
-        self.state, self.served, self.refusal = State.LOADED, served, None
+        self.state, self.served, self.refusal, self.changed = State.LOADED, served, None, False
         self.used_at = time.monotonic()
 
     def offer(self, checkpoint: Checkpoint) -> None:
@@ -273,7 +275,7 @@ class Models:
     """The registry of all known models by name, and the routes of models of other applications."""
 
     def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
-        """`models` are loaded when the engine starts. Raises `ConfigError` if two have one name."""
+        """`models` that are marked as loaded are so at the start. Raises `ConfigError` if two have one name."""
         self._models: dict[str, Model] = {}
         self.elsewhere = dict(elsewhere or {})  # name: route
         for served in models:
@@ -281,7 +283,8 @@ class Models:
                 raise ConfigError(f"two models are named {served.name}")
             path, base = served.adapter_path or str(served.checkpoint.path), served.adapter_of or None
             spec = ModelSpec(served.name, path, served.engine, adapter_of=base)
-            self._models[served.name] = Model(spec, Origin.START, pinned=False, state=State.LOADED, served=served)
+            state = State.LOADED if served.loaded else State.AVAILABLE
+            self._models[served.name] = Model(spec, Origin.START, pinned=False, state=state, served=served)
 
     def __iter__(self) -> Iterator[Model]:
         """Iterate over all known models; they may change during the iteration."""
@@ -346,7 +349,7 @@ class Models:
         if name is not None and self.served(name) is None:
             return False
         model = self._models[self.choose(name, task)]
-        if model.state is not State.LOADED:
+        if model.state is not State.LOADED or model.leaving is not None:
             return False
         self.hold(model, context)
         return True

@@ -12,7 +12,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from triptych.model.checkpoint.adapter_folder import is_adapter, read_adapter_settings
 from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.gguf.paths import gguf_files, is_gguf
@@ -40,12 +42,14 @@ class FoundModel:
     name: str
     path: Path
     stamp: Stamp  # names, sizes and times of the folder's files
-    checkpoint: Checkpoint | None
-    reason: str = ""
+    checkpoint: Checkpoint | None  # of an adapter None
+    reason: str = ""  # why it cannot be served
 
 
 class ModelsFolder:
     """The models of a folder; each scan reads only models that have changed."""
+
+    setting: ClassVar[str] = "models_dir"
 
     def __init__(self, folder: str, *, pickle: bool = True) -> None:
         """Check that the folder exists; raises `ConfigError`."""
@@ -54,24 +58,28 @@ class ModelsFolder:
         self._found: dict[str, FoundModel] = {}
         self._skipped: set[str] = set()
         if not self.path.is_dir():
-            raise ConfigError(f"models_dir {folder}: no such folder")
+            raise ConfigError(f"{self.setting} {folder}: no such folder")
 
     def scan(self) -> dict[str, FoundModel] | None:
         """Return all models by name; None if the folder cannot be listed now. Reads headers of files, so it blocks."""
         try:
             real = self.path.resolve(strict=True)
             names = [entry.name for entry in os.scandir(real) if entry.is_dir()]
-            files = {gguf_name(file): file for file in gguf_files(real)}
+            files = self._files(real)
         except OSError as error:
-            logger.warning("models_dir cannot be listed: %s", error.strerror)
+            logger.warning("%s cannot be listed: %s", self.setting, error.strerror)
             return None
         found = {name: folder for name in names if (folder := self._folder(real, name)) is not None}
         found |= {name: file for name, file in files.items() if name not in found and self._is_named(name)}
         folders = dict(sorted(found.items()))
         if len(folders) > MAX_FOLDERS:
-            self._skip("", f"models_dir has {len(folders)} models; only the first {MAX_FOLDERS} are served")
+            self._skip("", f"{self.setting} has {len(folders)} models; only the first {MAX_FOLDERS} are served")
         self._found = {name: self._read(name, folders[name]) for name in list(folders)[:MAX_FOLDERS]}
         return self._found
+
+    def _files(self, real: Path) -> dict[str, Path]:
+        """Return the files that are models, by name."""
+        return {gguf_name(file): file for file in gguf_files(real)}
 
     def below(self, path: str) -> Path:
         """Return the folder that `path` names relative to this one; raises `ConfigError` if it is not below it."""
@@ -87,20 +95,24 @@ class ModelsFolder:
         """Return the real path of a sub-folder that may be a model."""
         try:
             folder = (real / name).resolve(strict=True)
-            marks = ("config.json", "modules.json")  # modules.json: the network may be in a sub-folder
-            if not any((folder / mark).is_file() for mark in marks) and not gguf_files(folder):
+            if not self._is_one(folder):
                 return None
         except (OSError, RuntimeError):
             return None
         if real not in folder.parents:
-            self._skip(name, f"models_dir: {name!r} is a link to a folder elsewhere, and is not served")
+            self._skip(name, f"{self.setting}: {name!r} is a link to a folder elsewhere, and is not served")
             return None
         return folder if self._is_named(name) else None
+
+    def _is_one(self, folder: Path) -> bool:
+        """Return whether a sub-folder may be a model."""
+        marks = ("config.json", "modules.json")  # modules.json: the network may be in a sub-folder
+        return any((folder / mark).is_file() for mark in marks) or bool(gguf_files(folder))
 
     def _is_named(self, name: str) -> bool:
         """Return whether a model of this name can be served, and log once if not."""
         if not valid_name(name):
-            self._skip(name, f"models_dir: {name!r} is not served: names have 1-64 letters, digits and ._-")
+            self._skip(name, f"{self.setting}: {name!r} is not served: names have 1-64 letters, digits and ._-")
             return False
         return True
 
@@ -115,12 +127,30 @@ class ModelsFolder:
         if known is not None and known.stamp == stamp:
             return known
         try:
-            return FoundModel(name, folder, stamp, read_checkpoint(folder, pickle=self._pickle))
+            return FoundModel(name, folder, stamp, self._described(folder))
         except (ConfigError, OSError) as error:
             return FoundModel(name, folder, stamp, None, str(error))
         except Exception as error:  # no folder, whatever it contains, may prevent the others from being served
-            logger.warning("models_dir: %s cannot be read: %s", name, type(error).__name__)
+            logger.warning("%s: %s cannot be read: %s", self.setting, name, type(error).__name__)
             return FoundModel(name, folder, stamp, None, f"{name}: cannot be read ({type(error).__name__})")
+
+    def _described(self, folder: Path) -> Checkpoint | None:
+        return read_checkpoint(folder, pickle=self._pickle)
+
+
+class AdaptersFolder(ModelsFolder):
+    """The LoRA adapters of a folder, which have no description of their own."""
+
+    setting = "lora_dir"
+
+    def _files(self, real: Path) -> dict[str, Path]:
+        return {}
+
+    def _is_one(self, folder: Path) -> bool:
+        return is_adapter(folder)
+
+    def _described(self, folder: Path) -> None:
+        read_adapter_settings(folder, pickle=self._pickle)
 
 
 def _stamp(folder: Path) -> Stamp:

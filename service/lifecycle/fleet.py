@@ -66,7 +66,7 @@ class ModelOrders:
         if model.state in (State.LOADED, State.LOADING):
             model.pinned |= order.pinned
             return model.task
-        model.spec, model.pinned = spec, order.pinned or (model.origin is Origin.START and self._settings.pin)
+        model.spec, model.pinned = spec, order.pinned or (model.origin is Origin.START and self._settings.pins(spec))
         return self._loader.begin_load(model)
 
     def _resolve(self, order: LoadOrder) -> tuple[Model | None, ModelSpec]:

@@ -35,6 +35,7 @@ from triptych.service.core.errors import (
 )
 from triptych.service.core.models import Model, Models, Origin, ServedModel, State, Task
 from triptych.service.core.request_context import RequestContext
+from triptych.service.lifecycle.adapter_room import AdapterRoom
 from triptych.service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
 from triptych.service.observability.metrics import Metrics
 from triptych.service.settings.service_settings import ServiceSettings
@@ -60,19 +61,20 @@ class ModelLoader:
         settings: ServiceSettings,
         metrics: Metrics,
         version: str,
-        watch: FolderWatch | None = None,
+        watches: Sequence[FolderWatch] = (),
     ) -> None:
-        """Without a `reader` only the given `models` are served. `watch` finds more in a folder."""
+        """Without a `reader` only the given `models` are served. `watches` find more in folders."""
         self._client = client
         self._models = models
         self._reader = reader
-        self._watch = watch
+        self._watches = watches
         self._settings = settings.models
         self._drain_s = settings.drain_timeout_s
         self._max_waiting = settings.limits.max_waiting_for_load
         self._metrics = metrics
         self._version = version
         self._turn = asyncio.Lock()
+        self._adapters = AdapterRoom(models, settings.models.max_loras, self.begin_unload)
         self._waiting = 0
         self._names: set[str] = set()
 
@@ -80,14 +82,15 @@ class ModelLoader:
         """Load the models given at the start, and find those of the folder; raises what `EngineClient.start` does."""
         await self._client.start()
         for served in self._models.loaded:
-            self._models[served.name].pinned = self._settings.pin
+            model = self._models[served.name]
+            model.pinned = self._settings.pins(model.spec)
             self._announce(served)
-        if self._watch is not None:
-            await self._watch.scan()
+        for watch in self._watches:
+            await watch.scan()
 
     async def close(self) -> None:
         """Cancel the loads in progress."""
-        tasks = [model.task for model in self._models if model.task is not None]
+        tasks = [task for model in self._models for task in (model.task, model.leaving) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,8 +99,8 @@ class ModelLoader:
         """Notice new folders and lost models, and unload models that are idle or whose folder is gone."""
         self.notice_lost()
         self.unload_unneeded()
-        if self._watch is not None:
-            await self._watch.scan(SCAN_SECONDS)
+        for watch in self._watches:
+            await watch.scan(SCAN_SECONDS)
 
     # -- requests
 
@@ -110,6 +113,9 @@ class ModelLoader:
         while True:
             model = self._models[await self._choose(name, task)]
             context.model = model.name
+            if model.leaving is not None:
+                await self._wait(model.leaving, deadline)
+                continue
             if model.state is State.LOADED:
                 self._models.hold(model, context)
                 return
@@ -117,7 +123,11 @@ class ModelLoader:
                 raise model.failure()
             work = model.task if model.state in (State.LOADING, State.UNLOADING) else self.begin_load(model)
             assert work is not None
-            await self._wait(work, deadline)
+            if model.state is State.LOADING:
+                with model.in_use():  # so that it is not evicted before this request has it
+                    await self._wait(work, deadline)
+            else:
+                await self._wait(work, deadline)
             if model.state is State.FAILED:
                 raise model.failure()
 
@@ -128,9 +138,10 @@ class ModelLoader:
         try:
             return self._models.choose(name, task)
         except ApiError as error:
-            if error.status != 404 or self._watch is None:
+            if error.status != 404 or not self._watches:
                 raise
-        await self._watch.find_new()
+        for watch in self._watches:
+            await watch.find_new()
         return self._models.choose(name, task)
 
     async def _wait(self, work: asyncio.Task[None], deadline: float) -> None:
@@ -168,6 +179,8 @@ class ModelLoader:
     def begin_load(self, model: Model) -> asyncio.Task[None]:
         """Start loading a model; the task never raises, and leaves the model loaded or failed."""
         model.state, model.reason, model.error, model.keep_alive_s = State.LOADING, "", None, None
+        if model.spec.adapter_of is not None:
+            self._metrics.loading_adapters.add(model.name)
         task = model.task = asyncio.create_task(self._load(model))
         task.add_done_callback(partial(self._note_unbegun, model, time.monotonic()))
         return task
@@ -185,6 +198,7 @@ class ModelLoader:
             # The limit is that of this load: waiting for a turn, or for the base's own load, does not count.
             async with (
                 self._base_in_use(model.spec) as base,
+                self._adapters.room_for(model),
                 self._turn,
                 asyncio.timeout(self._settings.load_timeout_s),
             ):
@@ -217,6 +231,7 @@ class ModelLoader:
             logger.warning("%s could not be loaded: %s", model.name, model.reason)
             self._limit_failed()
         model.task = None
+        self._metrics.loading_adapters.discard(model.name)
         self._metrics.load_ended(model.name, outcome, time.monotonic() - began)
 
     @asynccontextmanager
@@ -316,6 +331,8 @@ class ModelLoader:
         for model in self._models:
             if model.state is State.LOADED and model.missed >= _MISSED_SCANS:
                 self.begin_unload(model, "gone", self._drain_s)
+            elif model.state is State.LOADED and model.changed:
+                self.begin_unload(model, "changed", self._drain_s)
             elif model.is_evictable and model.used_at + self.keep_alive(model) < now:
                 self.begin_unload(model, "idle")
 
@@ -351,6 +368,8 @@ class ModelLoader:
         if model.state is State.UNLOADING:
             assert model.task is not None
             return model.task
+        if model.state is State.AVAILABLE and model.origin is not Origin.MODELS_DIR:
+            return asyncio.create_task(self._withdraw(model))
         if model.state is not State.LOADED:
             raise conflict(f"model {name} is {model.state}, not loaded", "model_not_loaded", "name")
         return self.begin_unload(model, "request", self._drain_s if drain_s is None else drain_s)
@@ -394,15 +413,20 @@ class ModelLoader:
         model.task = None
         self._metrics.unloaded(model.name, reason)
         logger.info("%s is unloaded: %s", model.name, reason)
-        if reason == "request" and model.origin is Origin.REQUEST:
-            self._models.forget(model)
-        elif reason == "request" and model.origin is Origin.START:
-            model.state, model.reason = State.UNLOADED, "unloaded by request"
-            message = f"model {model.name} was unloaded; POST /models/load loads it again"
-            model.refuse(not_found(message, "model_not_found", "model"))
+        if reason == "request" and model.origin is not Origin.MODELS_DIR:
+            await self._withdraw(model)
         else:
             model.state = State.AVAILABLE
             model.offer(served.checkpoint)
+
+    async def _withdraw(self, model: Model) -> None:
+        """Offer a model that is not loaded no more, until an operator loads it."""
+        if model.origin is Origin.REQUEST:
+            self._models.forget(model)
+            return
+        model.state, model.reason = State.UNLOADED, "unloaded by request"
+        message = f"model {model.name} was unloaded; POST /models/load loads it again"
+        model.refuse(not_found(message, "model_not_found", "model"))
 
 
 def _given_up(model: Model) -> ApiError:

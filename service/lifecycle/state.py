@@ -18,7 +18,7 @@ from triptych.service.core.embed_cache import CachingClient
 from triptych.service.core.engine_client import EngineClient, ModelReader
 from triptych.service.core.errors import draining, not_begun, scrub, unavailable
 from triptych.service.core.models import Models
-from triptych.service.core.models_folder import ModelsFolder
+from triptych.service.core.models_folder import AdaptersFolder, ModelsFolder
 from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.core.state_folder import StateFolder
 from triptych.service.core.threads import Threads
@@ -84,8 +84,11 @@ class Service:
         self.created = int(time.time())
         watched = settings.models.models_dir if reader is not None else ""
         folder = ModelsFolder(watched, pickle=settings.models.engine.pickle) if watched else None
-        watch = FolderWatch(folder, models, settings.models) if folder is not None else None
-        self.loader = ModelLoader(client, models, reader, settings, metrics, self.version, watch)
+        watches = [FolderWatch(folder, models, settings.models)] if folder is not None else []
+        for base, path in settings.models.lora_dirs if reader is not None else ():
+            adapters = AdaptersFolder(path, pickle=settings.models.engine.pickle)
+            watches.append(FolderWatch(adapters, models, settings.models, models.served(base)))
+        self.loader = ModelLoader(client, models, reader, settings, metrics, self.version, watches)
         orders = ModelOrders(models, self.loader, settings.models, folder)
         local = LocalFleet(client, models, self.loader, orders)
         self.fleet: Fleet = local if replicas is None else replicas.fleet(local)

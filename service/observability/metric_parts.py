@@ -59,19 +59,20 @@ def vllm_families(families: Iterable[Metric], models: Mapping[str, ModelInfo]) -
     yield config
 
 
-def lora_families(stats: Iterable[EngineStats]) -> Iterator[Metric]:
+def lora_families(stats: Iterable[EngineStats], most: int | None, loading: Iterable[str]) -> Iterator[Metric]:
     """Say which LoRA adapters have requests, as the endpoint picker of the Gateway API reads it.
 
-    The value is the time, so that of several samples the latest counts.
+    `most` may be in memory at a time (None: any number); those that are loading count as waiting. The value is the
+    time, so that of several samples the latest counts.
     """
-    adapters = [one for one in stats if one.adapter_of]
-    if not adapters:
+    adapters, loading = [one for one in stats if one.adapter_of], sorted(loading)
+    if not (adapters or loading or most):
         return
     names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     found = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters with requests.", labels=names)
     running = ",".join(one.model for one in adapters if one.running)
-    waiting = ",".join(one.model for one in adapters if one.waiting)
-    found.add_metric((str(len(adapters)), running, waiting), time.time())
+    waiting = ",".join([*(one.model for one in adapters if one.waiting), *loading])
+    found.add_metric((str(most or len(adapters)), running, waiting), time.time())
     yield found
 
 

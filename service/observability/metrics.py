@@ -69,13 +69,15 @@ F = TypeVar("F", Counter, Histogram)
 class Metrics:
     """Counters and histograms that the application and the engines update, and gauges that are set at each scrape."""
 
-    def __init__(self, *, vllm_names: bool = False) -> None:
+    def __init__(self, *, vllm_names: bool = False, max_loras: int | None = None) -> None:
         """`vllm_names`: also export the metrics under vLLM's names. Raises `ConfigError`."""
         make_folder()
         self.registry = CollectorRegistry()
         # `process_*` of this process; of one among several replicas they would take turns.
         self._process = None if MULTIPROCESS_FOLDER in os.environ else ProcessCollector(registry=None)
         self._vllm_names = vllm_names
+        self._max_loras = max_loras
+        self.loading_adapters: set[str] = set()
         self._gauges: list[Gauge] = []
         self._at_load: list[Callable[[str], None]] = []
         self._tallies: dict[str, TokenTally] = {}  # by model
@@ -215,7 +217,7 @@ class Metrics:
             families += self._process.collect()
         if self._vllm_names:
             families += vllm_families(families, client.models)
-            families += lora_families(client.stats().values())
+            families += lora_families(client.stats().values(), self._max_loras, self.loading_adapters)
         encode, content_type = choose_encoder(accept)
         return encode(_Families(families)), content_type
 
@@ -341,7 +343,7 @@ class Metrics:
         self._loads = self.counter("model_loads_total", "Loads of models on demand, by outcome.", "model", "outcome")
         self._unloads = self.counter(
             "model_unloads_total",
-            "Unloads of models: by request, when idle, evicted for another model, or because the folder is gone.",
+            "Unloads of models: by request, when idle, evicted for another, or because the folder is gone or changed.",
             *("model", "reason"),
         )
 

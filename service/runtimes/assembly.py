@@ -48,7 +48,9 @@ def read_models(config: ServeConfig) -> list[ServedModel]:
     settings = config.settings
     models = [read_model(spec, settings.limits.max_beams) for spec in config.models if spec.adapter_of is None]
     by_name = {model.name: model for model in models}
-    models += [read_adapted(spec, by_name[spec.adapter_of]) for spec in config.models if spec.adapter_of is not None]
+    adapters = [read_adapted(spec, by_name[spec.adapter_of]) for spec in config.models if spec.adapter_of is not None]
+    most = settings.models.max_loras
+    models += [replace(one, loaded=most is None or place < most) for place, one in enumerate(adapters)]
     others = settings.models.models_dir or settings.has_admin or config.models_elsewhere or config.route != "/"
     shared = [model for model in models if model.engine.draft_model is not None and model.engine.draft_model_shared]
     if shared and len(shared) == len(models) and not others and not any(map(_is_decoder_only, models)):
@@ -85,7 +87,7 @@ def build_app(
     models = build_models(config)
     tokenizers = {model.name: model.tokenizer for model in models.loaded}
     client = AsyncEngine(
-        config.models,
+        [spec for spec in config.models if models.served(spec.name) is not None],
         lambda: ProcessTransport(started.pop() if started else None),
         tokenizers,
         stall_seconds=config.settings.stall_timeout_s,

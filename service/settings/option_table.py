@@ -22,6 +22,7 @@ from triptych.model.api.engine_config import (
 from triptych.service.settings import option_groups as groups
 from triptych.service.settings.option import Option
 from triptych.service.settings.parsers import (
+    adapter_folders,
     adapters,
     boolean,
     byte_size,
@@ -199,6 +200,24 @@ OPTIONS: tuple[Option, ...] = (
         "none",
         group=groups.ADAPTERS,
         common=True,
+    ),
+    Option(
+        "lora_dir",
+        adapter_folders,
+        (),
+        "folder of LoRA adapters of a model: each is served under its folder's name, and loaded on its first request",
+        "[MODEL:]DIR",
+        "none",
+        group=groups.ADAPTERS,
+    ),
+    Option(
+        "max_loras",
+        int,
+        _MODELS.max_loras,
+        "LoRA adapters of a replica that are in memory at a time; the least recently used one is unloaded for another",
+        "N",
+        "no bound",
+        group=groups.ADAPTERS,
     ),
     Option(
         "models_dir",

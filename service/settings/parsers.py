@@ -42,6 +42,14 @@ def adapters(text: str) -> tuple[str, ...]:
     return found
 
 
+def adapter_folders(text: str) -> tuple[str, ...]:
+    """Split folders of adapters at commas: `DIR`, or `MODEL:DIR`."""
+    found = tuple(one.strip() for one in text.split(",") if one.strip())
+    if not found or not all(one.rpartition(":")[2].strip() for one in found):
+        raise ValueError("DIR, or MODEL:DIR where there are several models, with commas between them")
+    return found
+
+
 def key_file(text: str) -> str:
     """Check the path of a key file; raises `ValueError` for an empty one, as no file means open access."""
     if not text.strip():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from triptych.model import names
@@ -37,7 +38,7 @@ _SERVICE_FIELDS = {  # by option name
     "response_store": "response_store_bytes",
 }
 _MODEL_FIELDS = {
-    **{name: name for name in ("models_dir", "load_from", "pin", "max_download")},
+    **{name: name for name in ("models_dir", "load_from", "pin", "max_download", "max_loras")},
     "keep_alive": "keep_alive_s",
     "model_memory": "memory",
     "load_timeout": "load_timeout_s",
@@ -61,7 +62,12 @@ def resolve_config(
     An engine setting of a model wins over its group's, and a group's over the common one. Raises `ConfigError`.
     """
     specs = _model_specs(models, settings)
-    later = ModelSettings(engine=_engine_for_all(settings), **_renamed(settings, _MODEL_FIELDS))
+    bases = tuple(spec for spec in specs if spec.adapter_of is None)
+    later = ModelSettings(
+        engine=_engine_for_all(settings),
+        lora_dirs=_adapter_folders(bases, settings.get("lora_dir", ())),
+        **_renamed(settings, _MODEL_FIELDS),
+    )
     if not specs and not later.models_dir:
         raise ConfigError("no model to serve: give a checkpoint folder")
     service = ServiceSettings(
@@ -104,8 +110,8 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
     """Build the application of a group: it inherits engine settings, and has its own replicas."""
     if not group.models:
         raise ConfigError(f"groups.{name}: there is no model to serve")
-    own = {**settings, **group.settings}
-    later = replace(service.models, models_dir="", engine=_engine_for_all(own))
+    own = {**settings, **group.settings, "lora": ()}
+    later = replace(service.models, models_dir="", lora_dirs=(), engine=_engine_for_all(own))
     return ServeConfig(
         models=_model_specs(group.models, own),
         settings=replace(service, models=later),
@@ -149,6 +155,24 @@ def _adapter_specs(models: Models, bases: tuple[ModelSpec, ...], given: Sequence
             raise ConfigError(f"lora {base}:{name}: another model or adapter has this name")
         found[name] = ModelSpec(name, names.checked(path), by_name[base].engine, adapter_of=base)
     return tuple(found.values())
+
+
+def _adapter_folders(bases: tuple[ModelSpec, ...], given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return models and the folders of their adapters, given as `[MODEL:]DIR`."""
+    names_of, found = [base.name for base in bases], dict[str, str]()
+    for text in given:
+        name, _, path = text.rpartition(":")
+        if not name and len(bases) != 1:
+            raise ConfigError(f"lora_dir {text}: name its model, MODEL:{path}: one of {listed(names_of)}")
+        name = name or bases[0].name
+        if name not in names_of:
+            raise ConfigError(f"lora_dir {text}: no model is named {name}; there are {listed(names_of)}")
+        if name in found:
+            raise ConfigError(f"lora_dir {text}: the model {name} has the folder {found[name]} already")
+        if not Path(path).is_dir():
+            raise ConfigError(f"lora_dir {text}: no such folder")
+        found[name] = str(Path(path).absolute())
+    return tuple(found.items())
 
 
 def _scaling(settings: Mapping[str, Any]) -> Scaling:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
 from triptych.model.api.request import MIN_PRIORITY
 from triptych.model.errors import ConfigError
 from triptych.model.system.cpu_threads import MOST_THREADS
@@ -34,6 +35,8 @@ class ModelSettings:
     load_timeout_s: float = 1800.0  # of one load, with its download
     max_download: int = 100 * 10**9  # bytes of one model of the Hub
     engine: EngineConfig = field(default_factory=EngineConfig)  # of a model without its own settings
+    max_loras: int | None = None  # LoRA adapters of a replica that are in memory; None: all that are asked for
+    lora_dirs: tuple[tuple[str, str], ...] = ()  # models and the folders with their adapters
 
     def __post_init__(self) -> None:
         for source in self.load_from:
@@ -43,10 +46,16 @@ class ModelSettings:
             raise ConfigError(f"keep_alive must be positive, found {self.keep_alive_s:g}")
         if not 0 < self.load_timeout_s < math.inf:
             raise ConfigError(f"load_timeout must be positive and finite, found {self.load_timeout_s:g}")
+        if self.max_loras is not None and self.max_loras < 1:
+            raise ConfigError(f"max_loras must be at least 1, found {self.max_loras}")
         for name in ("memory", "max_download"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{'model_memory' if name == 'memory' else name} must be positive, found {value}")
+
+    def pins(self, spec: ModelSpec) -> bool:
+        """Whether a model given at the start stays loaded, idle or not; of adapters `max_loras` are in memory."""
+        return self.pin and (spec.adapter_of is None or self.max_loras is None)
 
 
 _MAX_STREAM_INTERVAL = 10.0  # seconds

@@ -21,7 +21,7 @@ from triptych.service.settings.parsers import adapters, boolean
 
 _FEW = 12  # names that an error lists
 _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
-_REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "lora")
+_REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "lora", "lora_dir")
 OTHER_VARIABLES = frozenset(  # each is read by one module
     {
         "TRIPTYCH_ADMIN_KEY",  # of a client: the commands that /docs shows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,9 +26,11 @@ from triptych.model.errors import ConfigError
 from triptych.service.app import create_app
 from triptych.service.cli.main import main
 from triptych.service.core.models import Models, ServedModel
+from triptych.service.runtimes.assembly import read_models
 from triptych.service.runtimes.model_reader import FolderReader, read_adapted
 from triptych.service.settings.resolve import resolve_config
 from triptych.service.settings.service_settings import Limits, ModelSettings, ServiceSettings
+from triptych.service.settings.sources import FileSettings
 
 ENGINE = EngineConfig(**SMALL)
 ADMIN = {"Authorization": "Bearer admin"}
@@ -43,11 +46,17 @@ class Reader(FolderReader):
 
 
 @asynccontextmanager
-async def service(*adapters: str, settings: ServiceSettings = SETTINGS) -> AsyncIterator[httpx.AsyncClient]:
+async def service(
+    *adapters: str, settings: ServiceSettings = SETTINGS, later: tuple[str, ...] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
+    """`adapters` are loaded at the start, and requests may load those of `later`."""
     base = ModelSpec("base", str(folders()["base"]), ENGINE)
     specs = [base, *(ModelSpec(name, str(folders()[name]), ENGINE, adapter_of="base") for name in adapters)]
     served = [ServedModel("base", read_checkpoint(folders()["base"]), bytes_tokenizer(), ENGINE)]
     served += [read_adapted(spec, served[0]) for spec in specs[1:]]
+    for name in later:
+        spec = ModelSpec(name, str(folders()[name]), ENGINE, adapter_of="base")
+        served.append(replace(read_adapted(spec, served[0]), loaded=False))
     engine = AsyncEngine(specs, ThreadTransport, {one.name: one.tokenizer for one in served})
     app = create_app(engine, Models(served), settings, Reader(1 << 30, "plain", Limits().max_beams))
     transport = httpx.ASGITransport(app)
@@ -166,6 +175,103 @@ def test_vllms_route_replaces_an_adapter_of_the_start_once_the_new_one_is_read()
     run(work())
 
 
+def bounded(most: int, **more: Any) -> ServiceSettings:
+    return replace(SETTINGS, models=replace(SETTINGS.models, max_loras=most, **more))
+
+
+@pytest.mark.parametrize(("room", "state"), [(60_000, "available"), (40_000, "failed")])
+def test_an_adapter_is_planned_below_the_memory_of_all_models(room: int, state: str) -> None:
+    """There is room for one of 47,104 bytes, or for none."""
+
+    async def work() -> None:
+        models = replace(SETTINGS.models, memory=6_718_448 + room)
+        async with service(settings=replace(SETTINGS, models=models)) as client:
+            for name in ("one", "two"):
+                load = {"name": name, "path": str(folders()["fr"]), "adapter_of": "base"}
+                reply = await client.post("/models/load", json=load)
+            assert (await states(client))["one"] == state
+            assert reply.json().get("memory_bytes") == (47_104 if state == "available" else None), reply.text
+
+    run(work())
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in (await client.get("/models")).json()["models"]}
+
+
+def test_the_least_recently_used_adapter_goes_for_another_one() -> None:
+    async def work() -> None:
+        async with service("sql", settings=bounded(1), later=("fr",)) as client:
+            assert await states(client) == {"base": "loaded", "sql": "loaded", "fr": "available"}
+            assert await complete(client, "fr", PROMPTS[0]) == wanted_text("fr", PROMPTS[0])
+            assert await states(client) == {"base": "loaded", "sql": "available", "fr": "loaded"}
+            asked = [(name or "base", ids) for name, ids in MIXED]
+            found = await asyncio.gather(*(complete(client, *one) for one in asked))
+            assert found == [wanted_text(*one) for one in asked], "those that wait for another adapter are answered"
+            metrics = (await client.get("/metrics")).text
+            assert 'vllm:lora_requests_info{max_lora="1",running' in metrics
+            assert 'triptych_model_unloads_total{model="sql",reason="evicted"}' in metrics
+            [waits] = [name for name, state in (await states(client)).items() if state == "available"]
+            assert (await client.post("/models/unload", json={"name": waits})).status_code == 200
+            check_error(
+                await client.post("/v1/completions", json={"model": waits, "prompt": "a"}), 404, "model_not_found"
+            )
+            load = {"name": "de", "path": str(folders()["sql"]), "adapter_of": "base", "pinned": True}
+            assert (await client.post("/models/load", json=load)).json()["state"] == "loaded"
+            refused = await client.post("/models/load", json={**load, "name": "it"})
+            assert "max_loras is 1, and as many adapters are pinned: de" in refused.text
+            assert await states(client) == {"base": "loaded", "sql": "available", "fr": "available", "de": "loaded"} | {
+                waits: "unloaded",
+                "it": "failed",
+            }
+
+    run(work())
+
+
+def test_a_running_request_keeps_its_adapter_and_another_waits_for_it() -> None:
+    async def work() -> None:
+        async with service("sql", settings=bounded(1), later=("fr",)) as client:
+            body = {"model": "sql", "prompt": list(PROMPTS[0]), "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+            long = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(0.05)
+            found = await asyncio.gather(*(complete(client, name, PROMPTS[1]) for name in ("fr", "sql", "fr")))
+            assert found == [wanted_text(name, PROMPTS[1]) for name in ("fr", "sql", "fr")]
+            assert (await long).json()["usage"]["completion_tokens"] == 100
+
+    run(work())
+
+
+def test_a_folder_of_adapters_is_read_on_demand_and_again_when_it_changes(tmp_path: Path) -> None:
+    async def work() -> None:
+        shutil.copytree(folders()["sql"], tmp_path / "one")
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "adapter_config.json").write_text("{}")
+        settings = bounded(2, lora_dirs=(("base", str(tmp_path)),))
+        async with service(settings=settings) as client:
+            loader = client._transport.app.state.service.loader  # type: ignore[attr-defined]
+            [watch] = loader._watches
+            assert await states(client) == {"base": "loaded", "broken": "failed", "one": "available"}
+            listed = {one["id"]: one["parent"] for one in (await client.get("/v1/models")).json()["data"]}
+            assert listed == {"base": None, "one": "base"}
+            assert await complete(client, "one", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+            shutil.copytree(folders()["fr"], tmp_path / "one", dirs_exist_ok=True)
+            shutil.copytree(folders()["fr"], tmp_path / "two")
+            for _ in range(2):
+                await watch.scan()
+            loader.unload_unneeded()
+            for name in ("one", "two"):
+                assert await complete(client, name, PROMPTS[0]) == wanted_text("fr", PROMPTS[0])
+            shutil.rmtree(tmp_path / "two")
+            for _ in range(2):
+                await watch.scan()
+            loader.unload_unneeded()
+            await asyncio.wait({one.task for one in loader._models if one.task is not None} or {asyncio.sleep(0)})
+            await watch.scan()
+            assert set(await states(client)) == {"base", "broken", "one"}
+
+    run(work())
+
+
 def test_an_unloaded_base_takes_its_adapters_with_it_and_a_request_brings_both_back() -> None:
     async def work() -> None:
         async with service("sql", settings=replace(SETTINGS, models=replace(SETTINGS.models, pin=False))) as client:
@@ -204,6 +310,27 @@ def test_settings_name_adapters() -> None:
             resolve_config(models, {"lora": (given,)})
 
 
+def test_settings_bound_adapters_and_name_folders(tmp_path: Path) -> None:
+    paths = {name: str(folders()[name]) for name in ("base", "sql", "fr")}
+    models: dict[str, dict[str, Any]] = {"base": {"path": paths["base"]}}
+    given = {"lora": (f"sql={paths['sql']}", f"fr={paths['fr']}"), "max_loras": 1, "lora_dir": (str(tmp_path),)}
+    config = resolve_config(models, given)
+    assert config.settings.models.lora_dirs == (("base", str(tmp_path)),)
+    assert [(one.name, one.loaded) for one in read_models(config)] == [("base", True), ("sql", True), ("fr", False)]
+    group = FileSettings(models={"other": {"path": paths["base"]}})
+    assert [one.name for one in resolve_config(models, given, {"g": group}).groups[0].models] == ["other"]
+    models["other"] = {"path": paths["base"]}
+    for message, bad in (
+        ("max_loras must be at least 1", {"max_loras": 0}),
+        (f"name its model, MODEL:{tmp_path}: one of base, other", {"lora_dir": (str(tmp_path),)}),
+        ("no model is named third", {"lora_dir": (f"third:{tmp_path}",)}),
+        ("no such folder", {"lora_dir": ("base:/nowhere",)}),
+        ("has the folder .* already", {"lora_dir": (f"base:{tmp_path}", f"base:{tmp_path}")}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve_config(models, bad)
+
+
 def test_a_bad_adapter_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
     base = ServedModel("base", read_checkpoint(folders()["base"]), None, ENGINE)
     with pytest.raises(ConfigError, match=r"sql: .*expected the folder of a LoRA adapter"):
@@ -220,3 +347,5 @@ def test_inspect_shows_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["form"], found["adapter_of"], found["parameters"]) == ("adapter", "org/base", 3968)
     assert found["modules"]["q_proj"] == {"count": 2, "ranks": [4], "scales": [2.0], "parameters": 512}
     assert "LoRA adapter of org/base, 3,968 parameters" in table
+    assert found["memory_bytes"] == {"float32": 15872, "bfloat16": 7936}
+    assert "in memory: 0.02 MB in float32 or 0.01 MB in bfloat16" in table

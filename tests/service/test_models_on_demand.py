@@ -97,8 +97,7 @@ def test_folders_that_come_change_and_go_are_noticed(folder: Path, monkeypatch: 
     monkeypatch.setattr(folder_watch, "_MIN_SECONDS", 0.0)
 
     async def work(client: httpx.AsyncClient) -> None:
-        watch = app.service.loader._watch
-        assert watch is not None
+        [watch] = app.service.loader._watches
         assert (await generate(client, "late")).status_code == 404
         shutil.copytree(folder / "one", folder / "late")
         assert (await generate(client, "late")).status_code == 200  # before the next look at the folder

@@ -89,10 +89,19 @@ def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:
     for key in content:
         if _setting(key) == "models_dir":
             arguments[key] = str(Path(content[key]).absolute())
+        if _setting(key) in ("lora", "lora_dir"):
+            given = content[key].split(",") if isinstance(content[key], str) else content[key]
+            arguments[key] = [_absolute_adapter(str(one), "=" if _setting(key) == "lora" else ":") for one in given]
     for part in (arguments, *arguments.get("groups", {}).values()):
         if "models" in part:
             part["models"] = {name: _absolute(model) for name, model in part["models"].items()}
     return arguments
+
+
+def _absolute_adapter(text: str, mark: str) -> str:
+    """Make the path absolute that is after the mark of `[MODEL:]NAME=PATH` or `[MODEL:]DIR`."""
+    name, found, path = text.partition(mark) if mark == "=" else text.rpartition(mark)
+    return name + found + (_absolute(path.strip()) if mark == "=" else str(Path(path.strip()).absolute()))
 
 
 def _setting(key: str) -> str:

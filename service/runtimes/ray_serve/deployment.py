@@ -372,7 +372,7 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
     """Build the deployment. Serve's limits are above the service's, so that the service refuses, with a reason."""
     limits = [spec.engine.largest_limits() for spec in config.models]
     requests = sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS
-    if config.settings.has_admin or config.settings.models.models_dir:
+    if config.settings.has_admin or config.settings.models.models_dir or config.settings.models.lora_dirs:
         requests += _LATER_REQUESTS
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=DEPLOYMENT,

@@ -222,7 +222,7 @@ class ReplicatedFleet:
         if any(answer is not None and answer.done for answer in given_up):
             return
         async with self._store.locked() as token:
-            if not any(entry.name == name and "loaded" in entry.replicas for entry in await self.entries()):
+            if not any(entry.name == name and _can_go(entry) for entry in await self.entries()):
                 raise conflict(f"model {name} is not loaded", "model_not_loaded", "name")
             slot = self._models.get(name)
             from_start = slot is not None and slot.origin is Origin.START
@@ -341,6 +341,12 @@ def _want_no_more(wanted: WantedModels, name: str, *, from_start: bool) -> None:
     wanted.models.pop(name, None)
     if from_start and name not in wanted.unloaded:
         wanted.unloaded.append(name)
+
+
+def _can_go(entry: ModelEntry) -> bool:
+    """Return whether a model can be unloaded: a replica has loaded it, or would load it for a request."""
+    evicted = State.AVAILABLE in entry.replicas and entry.origin != Origin.MODELS_DIR
+    return State.LOADED in entry.replicas or evicted
 
 
 def _is_unwanted(slot: Model, wanted: WantedModels) -> bool:
