@@ -134,7 +134,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
         "service/settings/key_lines.py",
         "service/dialects/ollama_info.py",
         "service/observability/metric_parts.py",
-        "service/observability/tracing.py",
+        "service/observability/telemetry.py",
     }
     assert readers == shown
 

@@ -15,7 +15,7 @@ from triptych.model.api.request import FinishReason, Timings
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.request_context import RequestContext
 from triptych.service.observability.metrics import Metrics
-from triptych.service.observability.tracing import Tracer
+from triptych.service.observability.telemetry import Telemetry
 
 _BY_SEVERITY = (
     FinishReason.ERROR,
@@ -114,10 +114,10 @@ class Job:
 class Jobs:
     """All accepted requests that have not ended, and the number of requests in progress."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, tracer: Tracer | None = None) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, telemetry: Telemetry | None = None) -> None:
         self._client = client
         self._metrics = metrics
-        self._tracer = tracer
+        self._telemetry = telemetry
         self._running: dict[Job, None] = {}
         self._in_progress = 0  # requests being handled, with or without a job
         self._given_up = False
@@ -194,8 +194,8 @@ class Jobs:
             if job.has_output:
                 job.context.phases_ms = (timings.queue_ms, timings.prefill_ms, timings.decode_ms)
             self._metrics.ended(job.context, job.outcome, timings, job.has_output)
-            if self._tracer is not None:
-                self._tracer.ended(job.context, job.outcome, timings, job.has_output)
+            if self._telemetry is not None:
+                self._telemetry.ended(job.context, job.outcome, timings, job.has_output)
         self._set_idle_if_done()
 
     def _set_idle_if_done(self) -> None:

@@ -29,7 +29,7 @@ from triptych.service.lifecycle.folder_watch import FolderWatch
 from triptych.service.lifecycle.jobs import Jobs
 from triptych.service.lifecycle.model_loader import ModelLoader
 from triptych.service.observability.metrics import Metrics
-from triptych.service.observability.tracing import Tracer
+from triptych.service.observability.telemetry import Telemetry
 from triptych.service.planning.encode import EncodePlanner
 from triptych.service.planning.generate import GeneratePlanner
 from triptych.service.planning.response_format import GrammarChecker
@@ -67,9 +67,9 @@ class Service:
         self.limits = settings.limits
         self.metrics = metrics
         self.version = version()
-        self.tracer = Tracer.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
+        self.telemetry = Telemetry.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
         self.writes = WriteBatch()  # shared by all streams
-        self.jobs = Jobs(client, metrics, self.tracer)
+        self.jobs = Jobs(client, metrics, self.telemetry)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.body_threads = Threads(1, "triptych-bodies")  # parsing holds the GIL, so more threads would not help
         self.confinement = confinement.support()
@@ -125,8 +125,8 @@ class Service:
         await self.client.close()
         if self.state_folder is not None:
             await asyncio.to_thread(self.state_folder.close)
-        if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+        if self.telemetry is not None:
+            await asyncio.to_thread(self.telemetry.close)
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on, and fail /readyz; requests in progress continue."""

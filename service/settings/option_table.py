@@ -616,9 +616,9 @@ OPTIONS: tuple[Option, ...] = (
         "otlp_endpoint",
         str,
         "",
-        "collector for OpenTelemetry traces (triptych[otel])",
+        "collector for OpenTelemetry traces and metrics (triptych[otel])",
         "URL",
-        "no traces",
+        "none",
         group=groups.WATCHING,
     ),
     Option(

@@ -193,7 +193,7 @@ class ServiceSettings:
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
     vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
     metrics_port: int = 0  # another port for /metrics, /livez and /readyz, without a key; 0: none
-    otlp_endpoint: str = ""  # collector of OpenTelemetry traces; empty: no traces
+    otlp_endpoint: str = ""  # collector of OpenTelemetry traces and metrics; empty: none
 
     def __post_init__(self) -> None:
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):

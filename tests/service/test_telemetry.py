@@ -1,4 +1,4 @@
-"""Spans: one of each accepted request with its parts as children, under the client's own; none contains a prompt."""
+"""What a collector gets: a span of each accepted request with its parts as children, and histograms; no prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import ClassVar
 
 import httpx
 import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint, Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.service.dialects.test_huggingface import judging
@@ -23,15 +25,21 @@ GOOD = {"model": "gen", "prompt": "canary words", "max_tokens": 4}
 
 
 class Collector(BaseHTTPRequestHandler):
-    """A collector that records the traces that it gets over OTLP."""
+    """A collector that records the traces and metrics that it gets over OTLP."""
 
     spans: ClassVar[list[Span]] = []
+    metrics: ClassVar[dict[str, Metric]] = {}
 
     def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        assert {a.key: a.value.string_value for a in sent.resource_spans[0].resource.attributes}["service.name"]
-        self.spans += [span for one in sent.resource_spans for scope in one.scope_spans for span in scope.spans]
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/v1/metrics":
+            (of_service,) = ExportMetricsServiceRequest.FromString(body).resource_metrics
+            self.metrics.update((one.name, one) for scope in of_service.scope_metrics for one in scope.metrics)
+        else:
+            assert self.path == "/v1/traces"
+            sent = ExportTraceServiceRequest.FromString(body)
+            assert {a.key: a.value.string_value for a in sent.resource_spans[0].resource.attributes}["service.name"]
+            self.spans += [span for one in sent.resource_spans for scope in one.scope_spans for span in scope.spans]
         self.send_response(200)
         self.end_headers()
 
@@ -41,14 +49,14 @@ class Collector(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def collector() -> Iterator[str]:
-    Collector.spans = []
+    Collector.spans, Collector.metrics = [], {}
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def attributes(span: Span) -> dict[str, object]:
+def attributes(span: Span | HistogramDataPoint) -> dict[str, object]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
 
 
@@ -87,6 +95,21 @@ def test_a_request_is_a_span_with_its_parts_below(collector: str) -> None:
         assert before.end_time_unix_nano == after.start_time_unix_nano
     assert abs(parts[-1].end_time_unix_nano - first.end_time_unix_nano) < 20_000  # the parts are rounded
     assert "canary" not in str(Collector.spans)
+    points = {
+        (name, told["gen_ai.request.model"], told.get("gen_ai.token.type")): point
+        for name, metric in Collector.metrics.items()
+        for point in metric.histogram.data_points
+        if (told := attributes(point))["gen_ai.operation.name"]
+    }
+    names = {(name.removeprefix("gen_ai."), *rest): (point.count, point.sum) for (name, *rest), point in points.items()}
+    assert names["client.token.usage", "gen", "input"] == (2, 26)
+    assert names["client.token.usage", "gen", "output"] == (2, 8)
+    assert names["client.token.usage", "enc", "input"] == (1, 3)
+    for name in ("time_to_first_token", "time_per_output_token", "request.duration"):
+        count, seconds = names[f"server.{name}", "gen", None]
+        assert count == 2 and 0 < seconds < 60
+    assert names["server.request.duration", "enc", None][0] == 1
+    assert ("server.time_to_first_token", "enc", None) not in names
 
 
 def test_an_operation_is_named_by_what_the_route_does(collector: str) -> None:
