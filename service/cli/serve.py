@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from triptych.model.errors import ConfigError, EngineDeadError
@@ -18,6 +19,8 @@ from triptych.service.observability import logs
 from triptych.service.settings.resolve import resolve_config
 from triptych.service.settings.serve_config import OnReady, Ready, ServeConfig
 from triptych.service.settings.sources import FileSettings
+
+logger = logging.getLogger("triptych")
 
 
 def serve(
@@ -31,17 +34,26 @@ def serve(
     `engine` is an engine process for the local runtime that has already been started.
     """
     began = time.monotonic()
-    config = resolve_config(models, settings, groups)
-
-    def on_ready(ready: Ready) -> None:
-        _print(banner(ready, config, time.monotonic() - began))
-
-    _print(f"triptych {version()}: loading {', '.join(models) or 'no model yet'} ({config.runtime} runtime)")
+    all_json = settings.get("log_format") == "json"
+    if all_json:
+        logs.setup("json")
     try:
+        config = resolve_config(models, settings, groups)
+        tell = partial(_print, all_json=all_json)
+
+        def on_ready(ready: Ready) -> None:
+            tell(banner(ready, config, time.monotonic() - began))
+
+        tell(f"triptych {version()}: loading {', '.join(models) or 'no model yet'} ({config.runtime} runtime)")
         return run(config, on_ready, engine)
     except EngineDeadError as error:
-        _print(f"triptych: {error}")
+        _print(f"triptych: {error}", all_json=all_json, level=logging.ERROR)
         return 1
+    except ConfigError as error:
+        if not all_json:
+            raise
+        _print(f"triptych: {error}", all_json=True, level=logging.ERROR)
+        return 2
 
 
 def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
@@ -74,6 +86,10 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
         return run_ray(config, folder, on_ready)
 
 
-def _print(text: str) -> None:
+def _print(text: str, *, all_json: bool, level: int = logging.INFO) -> None:
+    """Print a text, or log it where every line must be JSON (`log_format` is json)."""
+    if all_json:
+        logger.log(level, text.strip())
+        return
     with suppress(OSError):  # stderr may be a file on a full disk, which must not stop the service
         print(text, file=sys.stderr, flush=True)

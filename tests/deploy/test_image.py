@@ -92,7 +92,8 @@ def test_the_bill_of_materials_equals_the_lock(image: str) -> None:
 
 
 def test_it_can_send_traces(image: str) -> None:
-    make = "from triptych.service.observability.telemetry import Telemetry; Telemetry.to('http://127.0.0.1:9', 'x'); print('made')"
+    module = "triptych.service.observability.telemetry"
+    make = f"from {module} import Telemetry; Telemetry.to('http://127.0.0.1:9', 'x'); print('made')"
     assert inside(image, f'python -c "{make}"') == "made\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -69,9 +70,12 @@ def test_a_head_has_its_seconds_and_a_generation_is_not_measured_by_them(models:
 
 
 def test_an_interrupt_that_drained_is_still_an_interrupt(models: list[str]) -> None:
-    with running([*models, *RUNTIMES["local"]]) as service:
+    """With a log of JSON every line is JSON, from the first one on, the banner too."""
+    with running([*models, *RUNTIMES["local"], "--log-format", "json"]) as service:
         service.signal(signal.SIGINT)
         assert service.wait() == 128 + signal.SIGINT, service.output
+    told = [json.loads(line)["message"] for line in service.output.splitlines()]
+    assert "loading gen, enc" in told[0] and any("ready in" in one for one in told)
 
 
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
