@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.support import Running, running
 from tests.model.checkpoints import native_backends, prompt
 from tests.model.picture_models import IMAGE, picture, with_pictures
 from triptych.model.api.request import Request, Source
 from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.scheduling.scheduled_step import StepBudget
+from triptych.model.engine.scheduling.source_blocks import SourcePasses
 
 KIND = "qwen3-5-pictures"
 FIRST, SECOND, THIRD = picture(16, 40, 1), picture(8, 8, 2), picture(40, 24, 3)
@@ -57,3 +62,142 @@ def test_logits_of_c_equal_transformers() -> None:
         for one in questions():
             run.engine.add(one)
         assert worst(run.run(), questions()) < 1e-4
+
+
+def encoded(run: Running) -> int:
+    return run.engine.scheduler.pictures.num_encoded
+
+
+def test_a_preempted_prompt_is_computed_again() -> None:
+    run = running(KIND, num_blocks=24, max_num_seqs=4, budget=16)
+    requests = [asking(str(number), [prompt(3 + number), FIRST, prompt(9)], max_tokens=20) for number in range(4)]
+    for one in requests:
+        run.engine.add(one)
+    assert worst(run.run(), requests) < 1e-4
+    assert run.engine.scheduler.num_preemptions > 0
+
+
+def test_a_prefix_that_is_cached_needs_no_picture() -> None:
+    run = running(KIND, picture_rows=16)
+    first, again = (asking(name, [prompt(6), THIRD, prompt(11)]) for name in ("first", "again"))
+    longer = asking("longer", [prompt(6), THIRD, prompt(11), [*run_ids(first)], SECOND, prompt(5)])
+    for one, count in ((first, 1), (again, 1), (longer, 2)):
+        run.engine.add(one)
+        run.run()
+        assert encoded(run) == count
+    assert max(output.cached_tokens for output in run.outputs if output.request_id == "again") >= 24
+    assert worst(run, [first, again, longer]) < 1e-4
+
+
+def run_ids(one: Request) -> list[int]:
+    run = running(KIND)
+    run.engine.add(one)
+    return run.run().ids(one.request_id)
+
+
+def test_a_hit_may_end_within_a_picture() -> None:
+    """Check that a prompt goes on within a picture that is kept no longer."""
+    run = running(KIND, budget=8)
+    whole = asking("whole", [prompt(2), THIRD, prompt(11)])
+    run.engine.add(whole)
+    run.step(2)  # two chunks: the second ends within the picture
+    run.engine.scheduler.preempt(run.engine.scheduler.running[0])
+    run.engine.scheduler.pictures.reset()
+    run.run()
+    assert worst(run, [whole]) < 1e-4
+
+
+def test_pictures_of_equal_places_share_no_blocks() -> None:
+    other = picture(16, 40, seed=9)
+    run = running(KIND)
+    requests = [asking(str(number), [prompt(6), shown, prompt(11)]) for number, shown in enumerate((FIRST, other))]
+    assert requests[0].prompt_token_ids == requests[1].prompt_token_ids
+    for one in requests:
+        run.engine.add(one)
+        run.run()
+    assert worst(run, requests) < 1e-4
+    assert run.ids("0") != run.ids("1")
+    assert max(output.cached_tokens for output in run.outputs) <= 4  # the block before both
+
+
+@pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0}, {"num_beams": 3}], ids=str)
+def test_outputs_of_one_request_share_its_picture(params: dict[str, Any]) -> None:
+    run = running(KIND, budget=16)
+    run.engine.add(asking("r", [prompt(6), FIRST, prompt(3)], **params))
+    run.run()
+    assert encoded(run) == 1
+
+
+def test_equal_pictures_are_encoded_once_but_not_for_another_salt() -> None:
+    run = running(KIND)
+    requests = [asking(str(number), [prompt(4 + number), FIRST, prompt(3)]) for number in range(3)]
+    for one in [*requests, replace(requests[0], request_id="salt", cache_salt="other")]:
+        run.engine.add(one)
+    run.run()
+    assert encoded(run) == 2
+
+
+def test_pictures_are_kept_within_bounds() -> None:
+    """Check that prompts whose pictures do not fit together take turns."""
+    run = running(KIND, picture_rows=15, budget=12)
+    requests = [asking(str(seed), [picture(40, 24, seed), prompt(5)]) for seed in range(4)]
+    store = run.runner._pictures
+    assert store is not None
+    for one in requests:
+        run.engine.add(one)
+    while run.engine.has_work:
+        run.step()
+        assert sum(map(len, store._known.values())) <= 15
+        assert list(store._known) == list(run.engine.scheduler.pictures.kept)
+    assert worst(run, requests) < 1e-4
+
+
+def test_a_request_has_the_same_bits_alone_and_with_others() -> None:
+    for backend in native_backends():
+        together = running(KIND, backend=backend, budget=11)
+        for one in questions():
+            together.engine.add(one)
+        together.run()
+        for one in questions():
+            alone = running(KIND, backend=backend)
+            alone.engine.add(one)
+            alone.run()
+            ours, theirs = (dict(run.runner.rows[one.request_id]) for run in (alone, together))
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+def test_a_picture_is_encoded_in_parts_beside_a_stream() -> None:
+    rows = []
+    for limit, backend in product((None, 5), native_backends()):
+        run = running(KIND, backend=backend)
+        run.engine.scheduler.source_passes = passes = SourcePasses(3)
+        run.engine.scheduler.pictures._passes = passes
+        stream, asked = asking("stream", [prompt(4)], max_tokens=12), asking("r", [prompt(3), THIRD, prompt(2)])
+        run.engine.add(stream)
+        run.step()
+        run.engine.add(asked)
+        whole = []
+        for _ in range(5):
+            demand = run.engine.demand()
+            outputs, stats = run.engine.step(StepBudget(whole_tokens=limit))
+            run.outputs += outputs
+            assert stats is not None
+            whole.append((demand.whole_tokens, stats.num_whole_tokens))
+        run.run()
+        assert len(run.ids("stream")) == 12
+        assert whole[:3] == ([(5, 5), (5, 5), (5, 5)] if limit else [(5, 15), (0, 0), (0, 0)])
+        rows.append([row for _, row in run.runner.rows["r"]])
+    assert all(map(torch.equal, *rows)) if rows else native_backends() == ()
+
+
+def test_drafts_after_a_picture_change_nothing() -> None:
+    text = [15, 6, 37, 15, 6, 37, 15, 6]
+    plain, drafted = (asking("r", [text, FIRST, text], max_tokens=20, num_speculative_tokens=n) for n in (0, 4))
+    found = []
+    for one in (plain, drafted):
+        run = running(KIND)
+        run.engine.add(one)
+        found.append(run.run().ids("r"))
+    assert found[0] == found[1]
+    assert sum(output.drafted_tokens for output in run.outputs) > 0
