@@ -96,7 +96,7 @@ def create_app(
     metrics = Metrics(vllm_names=settings.vllm_metrics, max_loras=settings.models.max_loras)
     service = Service(client, models, settings, metrics, reader, replicas)
     speech = speech_planner(service)
-    keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)
+    keys, admins = (ring(settings, metrics.key_file_failed) for ring in (KeyRing.of, KeyRing.of_admins))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -123,7 +123,7 @@ def create_app(
         middleware=[
             *([Middleware(CorsMiddleware, origins=origins)] if origins else []),
             Middleware(ContextMiddleware, accounts=accounts, is_closing=lambda: service.is_draining),
-            Middleware(GuardMiddleware, guard=guard, limits=settings.limits),
+            Middleware(GuardMiddleware, guard=guard, limits=settings.limits, quotas=service.quotas),
             Middleware(HeadMiddleware),
         ],
     )

@@ -320,6 +320,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.run(arguments)
 
 
+def _key(arguments: argparse.Namespace) -> int:
+    from triptych.service.settings.key_lines import new_key, read_line
+
+    key, hashed = new_key()
+    words = [arguments.name, str(hashed), *arguments.options]
+    read_line(
+        words, f"triptych key {arguments.name[:64]}"
+    )  # raises for a name or an option that a service would refuse
+    print(" ".join(words))
+    sys.stdout.flush()
+    print(f"The key of {arguments.name}, which is shown this once: {key}", file=sys.stderr)
+    return 0
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     print(completion.script(arguments.shell, make_parser()), end="")
     return 0
@@ -340,6 +354,7 @@ _COMMANDS = {
     "launch": _launch,
     "ps": _ps,
     "doctor": _doctor,
+    "key": _key,
     "completion": _completion,
 }
 

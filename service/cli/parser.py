@@ -86,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_ps(commands)
     _add_doctor(commands)
+    _add_key(commands)
     _add_completion(commands)
     return parser
 
@@ -342,6 +343,17 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help=text, description=f"{text}. Exits 1 if a service would not start.")
     sources.add_arguments(parser, (BY_NAME["host"], BY_NAME["port"], BY_NAME["threads"]))
     parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_key(commands: Any) -> None:
+    text = "make an API key, and print its line for --api-key-file"
+    more = "The line, with a hash of the key, goes to standard output, and the key itself to standard error."
+    parser = commands.add_parser("key", help=text, description=f"{text}. {more}")
+    parser.add_argument("name", metavar="NAME", help="its holder, in metrics, logs and usage")
+    options = "requests/min, tokens/min, concurrent, priority, models, expires"
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help=options)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

@@ -109,6 +109,26 @@ def model_not_allowed(model: str, tenant: str) -> ApiError:
     return ApiError(403, message, type="permission_error", param="model", code="model_not_allowed")
 
 
+def quota_exceeded(tenant: str, quota: str, limit: int, left: int, wanted: int, wait_s: float) -> ApiError:
+    """Return the 429 for a quota of a key; a request that exceeds the whole quota is told not to be sent again."""
+    kind = quota.partition("/")[0]
+    if not math.isfinite(wait_s):
+        message = f"the request needs {wanted} {kind}, and the key of {tenant} has {quota}={limit}; ask for fewer"
+        headers = {"x-should-retry": "false"}
+    elif kind == "concurrent":
+        message = f"the key of {tenant} has concurrent={limit}, and as many of its requests are running; wait for one"
+        headers = {"Retry-After": str(math.ceil(wait_s))}
+    else:
+        seconds = math.ceil(wait_s)
+        message = (
+            f"rate limit reached: the key of {tenant} has {quota}={limit} with {left} left, and the request needs "
+            f"{wanted}; try again in {seconds} s"
+        )
+        headers = {"Retry-After": str(seconds), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+    code, reason = "rate_limit_exceeded", f"quota_{kind}"
+    return ApiError(429, message, type=kind, code=code, headers=headers, reason=reason)
+
+
 def not_found(message: str, code: str = "not_found", param: str | None = None) -> ApiError:
     return ApiError(404, message, type="not_found_error", param=param, code=code)
 

@@ -43,6 +43,7 @@ class RequestContext:
     status: int = 0  # of the reply; 0: not started
     on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins or cannot begin
     on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply was sent or abandoned
+    headers: list[Callable[[], list[tuple[bytes, bytes]]]] = field(default_factory=list)  # more ones of the reply
     is_over: bool = False  # `on_end` has been called
     started: float = field(default_factory=time.monotonic)
 

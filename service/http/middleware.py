@@ -20,6 +20,7 @@ from triptych.service.http.route_table import RouteTable
 from triptych.service.observability.logs import access
 from triptych.service.observability.metrics import Metrics
 from triptych.service.settings.service_settings import Limits
+from triptych.service.tenants.quotas import Quotas
 
 
 class Accounts:
@@ -93,6 +94,8 @@ class ContextMiddleware:
                 context.status = message["status"]
                 context.begin_reply()
                 message["headers"] = [*message["headers"], *request_id_headers(context)]
+                for made in context.headers:
+                    message["headers"] += made()
                 if self._is_closing():
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -109,12 +112,13 @@ class ContextMiddleware:
 class GuardMiddleware:
     """The layer that refuses large headers (431), missing or wrong keys (401, 403), large or slow bodies (413, 408).
 
-    If all bodies together exceed their limit, it refuses the one that grows (429).
+    It refuses requests above their keys' quotas, and a body that grows while all together exceed their limit (429).
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard, limits: Limits, quotas: Quotas) -> None:
         self._app = app
         self._guard = guard
+        self._quotas = quotas
         self._limits = limits
         self._room = BodyRoom(limits.max_held_body_bytes)
 
@@ -125,6 +129,9 @@ class GuardMiddleware:
         try:
             await self._guard.prove_key(scope)
             self._guard.check(scope)
+            context = current()
+            if context is not None and context.task is not None:
+                await self._quotas.enter(context)
         except ApiError as error:
             await render(error)(scope, receive, send)
             return

@@ -18,7 +18,11 @@ from triptych.service.http.message_head import header_of
 
 _ALL = "*"
 _METHODS = b"GET, HEAD, POST, DELETE"
-_EXPOSED = b"x-request-id, request-id, retry-after"
+_EXPOSED = (
+    b"x-request-id, request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
+    b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
 _MAX_AGE_S = b"600"  # lifetime of a preflight reply; Chromium allows up to two hours
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}

@@ -16,6 +16,7 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.request_context import RequestContext
 from triptych.service.observability.metrics import Metrics
 from triptych.service.observability.telemetry import Telemetry
+from triptych.service.tenants.quotas import Quotas
 
 _BY_SEVERITY = (
     FinishReason.ERROR,
@@ -114,8 +115,11 @@ class Job:
 class Jobs:
     """All accepted requests that have not ended, and the number of requests in progress."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, telemetry: Telemetry | None = None, quotas: Quotas | None = None
+    ) -> None:
         self._client = client
+        self._quotas = quotas or Quotas()
         self._metrics = metrics
         self._telemetry = telemetry
         self._running: dict[Job, None] = {}
@@ -142,6 +146,11 @@ class Jobs:
     def given_up(self) -> bool:
         """Whether `give_up` was called; no new job may be opened then."""
         return self._given_up
+
+    async def reserve(self, context: RequestContext, output_tokens: int = 0) -> None:
+        """Reserve the tokens of a request in its key's quota, before it is submitted; raises an `ApiError` 429."""
+        if context.tenant.tokens_per_minute is not None:
+            await self._quotas.reserve(context, output_tokens)
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: Closable | None = None) -> Job:
         """Open a job for a request that an engine has or will get. The caller closes it."""

@@ -36,6 +36,7 @@ from triptych.service.planning.response_format import GrammarChecker
 from triptych.service.planning.tokenization import TokenizerThreads
 from triptych.service.sandbox import confinement
 from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.tenants.quotas import Quotas
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Service:
         self.version = version()
         self.telemetry = Telemetry.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
         self.writes = WriteBatch()  # shared by all streams
-        self.jobs = Jobs(client, metrics, self.telemetry)
+        self.quotas = Quotas()
+        self.jobs = Jobs(client, metrics, self.telemetry, self.quotas)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.body_threads = Threads(1, "triptych-bodies")  # parsing holds the GIL, so more threads would not help
         self.confinement = confinement.support()

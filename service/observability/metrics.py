@@ -133,6 +133,10 @@ class Metrics:
         """Record the time that tokenisation took."""
         self._tokenize.labels(model).observe(seconds)
 
+    def key_file_failed(self, setting: str) -> None:
+        """Count a key file, that of a setting, which has changed and cannot be read."""
+        self._key_files.labels(setting).inc()
+
     # The engines
 
     def loaded(self, info: ModelInfo, version: str, tasks: Iterable[Task], restarts: int) -> None:
@@ -307,6 +311,11 @@ class Metrics:
     def _make_counters(self) -> None:
         self._received = self.counter("requests_received_total", "Requests received on the routes of a task.", "task")
         self._http = self.counter("http_requests_total", "Replies, by route and status.", "route", "method", "status")
+        self._key_files = self.counter(
+            "key_file_errors_total", "Changes of a key file that could not be read.", "setting"
+        )
+        for setting in ("api_key_file", "admin_key_file"):
+            self._key_files.labels(setting)
         self._accepted = self.counter("requests_accepted_total", "Requests accepted by an engine.", "model", "task")
         self._rejections = self.counter("rejections_total", "Requests rejected, by reason.", "model", "reason")
         self._requests = self.counter(

@@ -32,6 +32,7 @@ class GeneratePlan:
     skip_special_tokens: bool
     echo: tuple[str, ...]  # the text before each prompt's output; empty: none
     constraint: OutputConstraint | None = None  # of each output
+    max_output_tokens: int = 0  # of all outputs together, as the client asks for; 0: it names no number
     is_cut: bool = False  # whether a prompt was cut to fit
 
     @property
@@ -80,6 +81,7 @@ class GeneratePlanner:
             skip_special_tokens=body.skip_special_tokens,
             echo=await self._echo(checked) if body.echo else (),
             constraint=constraint,
+            max_output_tokens=len(checked.prompts) * body.n * (body.max_tokens or 0),
             is_cut=any(prompt.is_cut for prompt in tokens.prompts),
         )
 

@@ -135,8 +135,9 @@ async def _answers(request: Request, service: Service, body: DecisionBody, serve
         message = f"questions: their labels part at {count} places, more than max_encode_inputs ({most}); send fewer"
         raise too_large(message, "questions", "too_many_inputs")
     probes = await _probes(service, body, prompts)
-    service.check_not_given_up()
     context.model, context.tokens_in = served.name, sum(one.num_sent_tokens for one in probes)
+    await service.jobs.reserve(context)
+    service.check_not_given_up()
     running = LabelProbes(service.client, service.jobs, context, info.max_num_seqs)
     found = iter(await cancel_on_disconnect(request, running.run(probes)))
     context.cached_tokens = running.cached_tokens

@@ -101,6 +101,7 @@ async def answer(
             planning = service.encode_planner.plan(body, images, context.request_id, context.started, uncounted)
             plan = await (cancel_on_disconnect(request, planning) if _has_images(body) else planning)
             context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
+            await service.jobs.reserve(context)
             service.check_not_given_up()
             job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
             try:

@@ -124,6 +124,8 @@ async def answer_taken(
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
     plan = await service.generate_planner.plan(body, context.request_id, context.started, shape)
+    context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
+    await service.jobs.reserve(context, plan.max_output_tokens)
     stream, job = submit(service, plan)
     generation = Generation(plan, job, service.metrics)
     rendering = render(generation)
@@ -141,7 +143,6 @@ def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]
     """Submit all requests of a plan to the engine, or none; the caller must close the returned job."""
     service.check_not_given_up()
     context = context_of_request()
-    context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     try:
         stream = service.client.submit(plan.requests)
     except REFUSALS as error:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,8 +36,18 @@ class KeyRing:
     as a hash is proved once, in a thread; then its SHA-256 is known too.
     """
 
-    def __init__(self, keys: Iterable[str] = (), file: str = "", setting: str = "api_key_file") -> None:
-        """`setting` names the file in errors. Raises `ConfigError` for a missing file or an invalid key in it."""
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: str = "",
+        setting: str = "api_key_file",
+        failed: Callable[[str], None] = lambda setting: None,
+    ) -> None:
+        """`setting` names the file in errors; `failed` is called when it has changed and cannot be read.
+
+        Raises `ConfigError` for a missing file or an invalid key in it.
+        """
+        self._failed = failed
         self._fixed = {line.digest: line for line in map(plain_line, keys)}
         self._file = Path(file) if file else None
         self._setting = setting
@@ -49,23 +59,24 @@ class KeyRing:
         self._wrong: dict[str, float] = {}  # when a key was last found to be wrong, by the id of its line
         self._checked = time.monotonic()
         self._stamp: tuple[int, ...] = ()
-        self.is_broken = False  # the file could not be read since it changed
         self._thread = ThreadPoolExecutor(1, "triptych-keys")
         if self._file is not None:
             self._stamp = _stamp(self._file)
             self._take(_read(self._file, setting, for_admins=self._for_admins))
 
     @classmethod
-    def of(cls, settings: ServiceSettings) -> KeyRing | None:
+    def of(cls, settings: ServiceSettings, failed: Callable[[str], None] = lambda setting: None) -> KeyRing | None:
         """Return the keys of the settings, None if requests need none. Raises `ConfigError`."""
-        return cls(settings.api_keys, settings.api_key_file) if settings.asks_for_key else None
+        return cls(settings.api_keys, settings.api_key_file, failed=failed) if settings.asks_for_key else None
 
     @classmethod
-    def of_admins(cls, settings: ServiceSettings) -> KeyRing | None:
+    def of_admins(
+        cls, settings: ServiceSettings, failed: Callable[[str], None] = lambda setting: None
+    ) -> KeyRing | None:
         """Return the admin keys of the settings, None if there are none. Raises `ConfigError`."""
         if not settings.has_admin:
             return None
-        return cls(settings.admin_keys, settings.admin_key_file, "admin_key_file")
+        return cls(settings.admin_keys, settings.admin_key_file, "admin_key_file", failed)
 
     def find(self, key: bytes) -> KeyLine | None:
         """Return the line of a valid key, else None; the key may have expired. `prove` must have seen a hashed one."""
@@ -118,11 +129,6 @@ class KeyRing:
         oldest = next((one for one, right in self._proved.items() if not right), next(iter(self._proved)))
         del self._proved[oldest]
 
-    def names(self) -> set[str]:
-        """Return the names of all holders."""
-        lines = (*self._fixed.values(), *self._plain.values(), *self._hashed.values())
-        return {line.tenant.name for line in lines}
-
     def _refresh(self) -> None:
         """Read the file again if it has changed, at most once a second."""
         if self._file is None or time.monotonic() - self._checked < _CHECK_SECONDS:
@@ -135,10 +141,9 @@ class KeyRing:
         try:
             lines = _read(self._file, self._setting, for_admins=self._for_admins)
         except ConfigError as error:
-            self.is_broken = True
+            self._failed(self._setting)
             logger.error("the keys are unchanged: %s", error)
         else:
-            self.is_broken = False
             self._take(lines)
             logger.info("%s has changed: read %d keys", self._setting, len(lines))
 

@@ -76,8 +76,8 @@ def resolve_config(
         vllm_metrics=settings.get("metrics") == "vllm",
         **_renamed(settings, _SERVICE_FIELDS),
     )
-    for ring in (KeyRing.of, KeyRing.of_admins):
-        ring(service)  # raises for a bad key file before anything starts
+    KeyRing.of(service)  # raises for a bad key file before anything starts
+    KeyRing.of_admins(service)
     return ServeConfig(
         models=specs,
         settings=service,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 UNNAMED = "unnamed"  # the name of all tenants whose keys have none
@@ -23,6 +23,11 @@ class Tenant:
     def may_use(self, model: str) -> bool:
         """Return whether the tenant may name a model."""
         return not self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    @property
+    def unlimited(self) -> Tenant:
+        """The tenant without its quotas, for work that they do not count."""
+        return replace(self, requests_per_minute=None, tokens_per_minute=None, concurrent=None)
 
     @property
     def has_quota(self) -> bool:

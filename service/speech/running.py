@@ -73,8 +73,9 @@ class RunningTranscription:
         """
         self._context = context
         context.model, context.tokens_in = self.plan.served.name, self.plan.num_positions
-        self._task = asyncio.create_task(self._run())
         try:
+            await self._jobs.reserve(context)
+            self._task = asyncio.create_task(self._run())
             await asyncio.wait({self._task, self._accepted}, return_when=asyncio.FIRST_COMPLETED)
             if self._job is None:
                 self._task.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 import os
 import re
@@ -104,6 +105,9 @@ def test_the_service_follows_its_file(file: Path) -> None:
     file.write_text("new\n")
     assert ask(app, "GET", "/info", headers=bearer("alpha")).status_code == 401
     assert ask(app, "GET", "/info", headers=bearer("new")).status_code == 200
+    file.write_text("new key colour=red\n")
+    shown = ask(app, "GET", "/metrics", headers=bearer("new")).text
+    assert '\ntriptych_key_file_errors_total{setting="api_key_file"} 1.0\n' in shown
 
 
 def named(text: str) -> dict[str, KeyLine]:
@@ -189,10 +193,9 @@ def test_a_key_may_be_bound_to_models(file: Path) -> None:
     assert names[0] < names[1] and "gen" in names[1] - names[0]
 
 
-def test_priority_of_a_key_is_added_to_that_of_a_request(file: Path) -> None:
-    context = RequestContext("r", tenant=Tenant("alice", "name:alice", priority=-5))
-    set_current(context)
-    try:
-        assert [priority_of(one) for one in (0, 3, -98)] == [-5, -2, -100]
-    finally:
-        set_current(RequestContext("none"))
+def test_priority_of_a_key_is_added_to_that_of_a_request() -> None:
+    def found() -> list[int]:
+        set_current(RequestContext("r", tenant=Tenant("alice", "name:alice", priority=-5)))
+        return [priority_of(one) for one in (0, 3, -98)]
+
+    assert contextvars.copy_context().run(found) == [-5, -2, -100]
