@@ -408,6 +408,24 @@ class Models:
             names = listed(one.name for one in self.candidates if able(one))
             raise invalid(f"model {name} is not one that {what}; models that do: {names}", "model", "wrong_task")
 
+    def adapter(self, field: str, wanted: str | int, base: str | None) -> str:
+        """Return the name of an adapter that a request gives by name, or by its place among those of a model.
+
+        `base` is the model that the request names too. Raises a 400 that names the field. A name that is not known is
+        returned as it is: a folder may have an adapter of this name now.
+        """
+        if isinstance(wanted, int):
+            known = [one.name for one in self.candidates if one.adapter_of and base in (None, one.adapter_of, one.name)]
+            if wanted >= len(known):
+                raise invalid(f"{field}: there is no adapter {wanted}; GET /lora-adapters lists {len(known)}", field)
+            return known[wanted]
+        found = self.candidate(wanted)
+        if found is not None and not found.adapter_of and wanted != base:
+            raise invalid(f"{field}: {wanted} is a model, and no adapter", field, "model_not_found")
+        if found is not None and found.adapter_of and base not in (None, found.adapter_of, wanted):
+            raise invalid(f"{field}: {wanted} is an adapter of {found.adapter_of}, not of {base}", field)
+        return wanted
+
     def resolve(self, name: str | None, task: Task) -> ServedModel:
         """Return the model that `choose` finds; raises `ApiError` as `choose` does, and a 503 if it is not loaded."""
         chosen = self.choose(name, task)

@@ -24,6 +24,7 @@ from triptych.service.dialects.common import (
     native_encode,
     native_field,
 )
+from triptych.service.dialects.other_fields import LoraPath
 from triptych.service.dialects.ranking import CohereEmbedBody
 from triptych.service.http.json_replies import Json
 from triptych.service.planning.encode import EncodePlan
@@ -90,7 +91,7 @@ def _as_type(vector: list[float], kind: str) -> object:
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 
-class EmbeddingBody(Extended):
+class EmbeddingBody(Extended, LoraPath):
     """Turn inputs into vectors, as OpenAI, Jina and vLLM do."""
 
     input: EncodeInput = Field(
@@ -155,7 +156,6 @@ class EmbeddingBody(Extended):
     mm_processor_kwargs: NotFilled = None
     media_io_kwargs: NotFilled = None
     padding: NotTrue = None
-    lora_path: NotSupported = None
     embed_override_token_id: NotSupported = None
     embed_overrides: NotSupported = None
     additional_data: NotSupported = None

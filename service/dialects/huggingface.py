@@ -82,7 +82,9 @@ class GenerateParameters(DialectBody, Parameters):
     truncate: NotSupported = None
     watermark: NotTrue = None
     grammar: Grammar | None = Field(None, description="A constraint of the output.")
-    adapter_id: NotSupported = None
+    adapter_id: str | None = Field(
+        None, min_length=1, description="A LoRA adapter, by its name; TGI's and LoRAX'.", examples=[None]
+    )
 
 
 class HuggingFaceBody(Extended):
@@ -96,7 +98,16 @@ class TextGenerationBody(HuggingFaceBody):
 
     inputs: Text = Field(description="The prompt.", examples=["def add(a, b):"])
     parameters: GenerateParameters | None = Field(None, description="Parameters of the generation.")
+    adapter_id: str | None = Field(
+        None, min_length=1, description="As `parameters.adapter_id`; text-generation-inference's.", examples=[None]
+    )
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+
+    def adapter_named(self) -> tuple[str, str] | None:
+        if self.adapter_id is not None:
+            return "adapter_id", self.adapter_id
+        given = None if self.parameters is None else self.parameters.adapter_id
+        return None if given is None else ("parameters.adapter_id", given)
 
 
 class Truncated(HuggingFaceBody):

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, RootModel, Tag
 
 from triptych.model.api.sampling_params import LineStop
 from triptych.model.text.detokenizer import LINE_STOP
 from triptych.model.text.fill_marks import OtherFile
+from triptych.service.core.errors import NOT_SUPPORTED, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.common import (
     DialectBody,
     Extended,
     Ignored,
-    NotFilled,
     NotTrue,
     Refused,
     RepeatLastN,
@@ -66,6 +66,13 @@ class ExtraFile(DialectBody):
     text: str = Field(description="The part.", examples=["def add(a, b): ..."])
     filename: str = Field("tmp", description="The name of the file.", examples=["lib.py"])
     time: Annotated[Any, Ignored("the list gives the order; llama.vim's")] = None
+
+
+class LoraScale(DialectBody):
+    """How much of a LoRA adapter is added."""
+
+    id: int = Field(ge=0, description="Its place in GET /lora-adapters.", examples=[0])
+    scale: float = Field(description="1: the adapter; 0: none of it.", examples=[1.0])
 
 
 @LLAMA_CPP.body
@@ -123,7 +130,11 @@ class InfillBody(Extended, Parameters):
     min_keep: Annotated[Any, Refused(0, 1)] = None
     n: Annotated[Any, Refused(1)] = None
     n_cmpl: Annotated[Any, Refused(1)] = None
-    lora: NotFilled = None
+    lora: list[LoraScale] | None = Field(
+        None,
+        description="The LoRA adapter that computes the request, with scale 1; others have 0. Default: none.",
+        examples=[[{"id": 0, "scale": 1.0}]],
+    )
     mirostat: Annotated[Any, Refused(0)] = None
     mirostat_tau: Annotated[Any, Ignored(_OFF)] = None
     mirostat_eta: Annotated[Any, Ignored(_OFF)] = None
@@ -140,6 +151,20 @@ class InfillBody(Extended, Parameters):
     timings_per_token: NotTrue = None
     return_progress: NotTrue = None
     verbose: NotTrue = None
+
+    def adapter_named(self) -> tuple[str, int] | None:
+        used = [(place, one) for place, one in enumerate(self.lora or ()) if one.scale]
+        for place, one in used:
+            if one.scale != 1:
+                field = f"lora[{place}].scale"
+                raise invalid(f"{field}: {one.scale:g}; an adapter is computed with scale 1 or 0", field, NOT_SUPPORTED)
+        if len(used) > 1:
+            raise invalid("lora: one adapter computes a request; give the others scale 0", "lora", NOT_SUPPORTED)
+        return None if not used else (f"lora[{used[0][0]}].id", used[0][1].id)
+
+
+class LoraScales(RootModel[list[LoraScale]]):
+    """Scales of adapters for requests that name none."""
 
 
 def names(body: InfillBody) -> Mapping[str, str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from triptych.service.dialects.common import DialectBody, Ignored, NotFilled, NotSupported, NotTrue, Refused
 
 Cached = Annotated[Any, Ignored("prefixes are cached without marks")]
@@ -55,7 +57,18 @@ class Harmless(Routed):
     return_spec_tokens_details: Annotated[Any, Ignored("usage has accepted drafts; SGLang's")] = None
 
 
-class NotServed(Transferred):
+class LoraPath(DialectBody):
+    """SGLang's field for an adapter."""
+
+    lora_path: str | None = Field(
+        None, min_length=1, description="A LoRA adapter, by its name, as `model` names it. SGLang's.", examples=[None]
+    )
+
+    def adapter_named(self) -> tuple[str, str] | None:
+        return None if self.lora_path is None else ("lora_path", self.lora_path)
+
+
+class NotServed(Transferred, LoraPath):
     """The fields of other servers that completions and chats refuse by name."""
 
     use_beam_search: NotTrue = None
@@ -79,7 +92,6 @@ class NotServed(Transferred):
 
     no_stop_trim: NotTrue = None
     stop_regex: NotFilled = None
-    lora_path: NotSupported = None
     session_params: NotFilled = None
     custom_params: NotFilled = None
     custom_logit_processor: NotFilled = None

@@ -19,6 +19,7 @@ from triptych.service.core.request_context import RequestContext, current
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.parsing import one_of, parsed
 from triptych.service.lifecycle.state import service_of
+from triptych.service.schemas.types import NamesAdapter
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -61,11 +62,13 @@ async def read_one_of(request: Request, default: type[B], by_key: Mapping[str, t
 
 
 def with_model(request: Request, body: B) -> B:
-    """Return the body with the model that `named_model` finds, if its type has a field for it."""
+    """Return the body with the model or adapter that it names or the URL does, if its type has a field for it."""
     if "model" not in type(body).model_fields:
         return body
     given: str | None = getattr(body, "model", None)
     found = named_model(request, given)
+    if isinstance(body, NamesAdapter) and (named := body.adapter_named()) is not None:
+        found = service_of(request).models.adapter(*named, found)
     return body if found == given else body.model_copy(update={"model": found})
 
 

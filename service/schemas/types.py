@@ -6,7 +6,7 @@ error names `prompt[1][5]`. The validation of a list stops at its first bad elem
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
@@ -55,6 +55,14 @@ class Body(BaseModel):
         schema = handler(source)
         _stop_early(schema)
         return schema
+
+
+@runtime_checkable
+class NamesAdapter(Protocol):
+    """A body that names a LoRA adapter in another field than `model`."""
+
+    def adapter_named(self) -> tuple[str, str | int] | None:
+        """Return the field's name and the adapter's name, or its place among those of the model; None: it has none."""
 
 
 class Reply(BaseModel):

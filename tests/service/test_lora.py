@@ -135,6 +135,47 @@ def test_adapters_are_loaded_and_unloaded_by_request() -> None:
     run(work())
 
 
+def test_other_servers_fields_name_adapters() -> None:
+    greedy = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    text = "abc"
+    infill = {"input_prefix": text, "input_suffix": "", "n_predict": 12, "temperature": 0}
+
+    async def work() -> None:
+        async with service("sql", "fr") as client:
+            wanted = {}
+            for name in ("base", "sql", "fr"):
+                reply = await client.post("/v1/completions", json={"model": name, "prompt": text, **greedy})
+                wanted[name] = reply.json()["choices"][0]["text"]
+            assert len(set(wanted.values())) == 3
+            parameters = {"max_new_tokens": 12}
+            for path, body in (
+                ("/v1/completions", {"prompt": text, "lora_path": "fr", **greedy}),
+                ("/v1/completions", {"model": "base", "prompt": text, "lora_path": "fr", **greedy}),
+                ("/generate", {"inputs": text, "parameters": {**parameters, "adapter_id": "fr"}}),
+                ("/", {"inputs": text, "adapter_id": "fr", "parameters": parameters}),
+            ):
+                found = await client.post(path, json=body)
+                assert json.dumps(wanted["fr"])[1:-1] in json.dumps(found.json()), found.text
+            listed = (await client.get("/lora-adapters")).json()
+            assert listed == [{"id": 0, "path": "sql", "scale": 0.0}, {"id": 1, "path": "fr", "scale": 0.0}]
+            assert (await client.post("/lora-adapters", json=[{"id": 1, "scale": 0}])).json() == {"success": True}
+            for path, bad, param in (
+                ("/lora-adapters", [{"id": 0, "scale": 0}, {"id": 1, "scale": 1}], "[1].scale"),
+                ("/v1/completions", {"prompt": text, "lora_path": "base"}, "lora_path"),
+                ("/v1/completions", {"model": "sql", "prompt": text, "lora_path": "fr"}, "lora_path"),
+                ("/generate", {"inputs": text, "parameters": {"adapter_id": "base"}}, "parameters.adapter_id"),
+                ("/infill", {**infill, "lora": [{"id": 2, "scale": 1}]}, "lora[0].id"),
+            ):
+                refused = await client.post(path, json=bad)
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+            unknown = await client.post("/v1/completions", json={"prompt": text, "lora_path": "de"})
+            check_error(unknown, 404, "model_not_found")
+            asked = {**infill, "lora": [{"id": 0, "scale": 0}, {"id": 1, "scale": 1.0}]}
+            assert "model fr cannot fill in the middle" in (await client.post("/infill", json=asked)).text
+
+    run(work())
+
+
 def test_vllms_routes_load_replace_and_unload() -> None:
     async def work() -> None:
         async with service() as client:
