@@ -36,6 +36,7 @@ from triptych.model.engine.builder import load, load_lora
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.errors import ConfigError, EngineDeadError
 from triptych.model.llm_calls import Turns, checked_params, several
+from triptych.model.llm_pictures import PromptPictures
 from triptych.model.llm_speech import samples_of, transcribe
 from triptych.model.network.transformer import Transformer
 from triptych.model.speech.driver import Piece, Transcription
@@ -45,6 +46,7 @@ from triptych.model.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Prompts = str | Source | Sequence[Prompt | Source]  # a text or a source alone is one prompt
+Images = Sequence[Sequence[str | Path | bytes]]  # files for each prompt
 Sampling = SamplingParams | Mapping[str, Any] | None
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
@@ -127,12 +129,14 @@ class LLM:
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
         lora: str | None = None,
+        images: Images = (),
     ) -> list[str]:
         """Return the whole text of each prompt's first sequence. Takes and raises what `stream` does."""
         prompts = several(prompts)
         texts = [""] * len(prompts)
-        languages = {"source_language": source_language, "target_language": target_language}
-        for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt, lora=lora):
+        languages: dict[str, Any] = {"source_language": source_language, "target_language": target_language}
+        given: dict[str, Any] = {"decoder_prompt": decoder_prompt, "lora": lora, "images": images}
+        for position, output in self.stream(prompts, params, **languages, **given):
             if output.index == 0:
                 texts[position] += output.text
         return texts
@@ -146,6 +150,7 @@ class LLM:
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
         lora: str | None = None,
+        images: Images = (),
     ) -> Iterator[tuple[int, TokenOutput]]:
         """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
 
@@ -161,6 +166,10 @@ class LLM:
         tokens before an encoder-decoder's output, start token included: Whisper's start, language, task and whether
         there are timestamps.
 
+        A model that reads pictures takes `images`: for each prompt a list of files, by their paths or contents. Each is
+        put in the place of a mark in its text, the one that the model's chat template writes, such as
+        `<|vision_start|><|image_pad|><|vision_end|>`; of token ids each image token is one picture.
+
         The engine runs only while the iterator is read, and other calls wait until it is read to its end or closed.
         Raises `ConfigError` for invalid requests, also for a second call of one thread meanwhile, and `EngineDeadError`
         if the engine fails.
@@ -171,10 +180,15 @@ class LLM:
         prompts, params = several(prompts), checked_params(params)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)
         begin = self._decoder_prompt(decoder_prompt, target)
-        requests = [
-            replace(self._request(place, prompt, params, source, begin), model=self._named(lora))
-            for place, prompt in enumerate(prompts)
-        ]
+        shown = None
+        if images:
+            shown = PromptPictures(self.info.name, self.checkpoint, self.tokenizer, images, len(prompts))
+        requests = []
+        for place, prompt in enumerate(prompts):
+            prompt, pictures = shown.put(place, prompt) if shown is not None else (prompt, [])
+            request = self._request(place, prompt, params, source, begin)
+            spans = shown.spans(place, request.prompt_token_ids, pictures) if shown is not None else ()
+            requests.append(replace(request, model=self._named(lora), images=spans))
         with self._turns.one():
             try:
                 for request in requests:

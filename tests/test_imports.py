@@ -59,9 +59,11 @@ MODEL = """
     client              : errors api system text
     pretrained
     names               : errors gguf checkpoint pretrained
+    llm_pictures        : errors api text vision checkpoint
     llm_speech          : errors api text checkpoint speech engine
     llm_calls           : errors api
-    llm                 : errors api text vision checkpoint speech network engine llm_calls llm_speech names
+    llm                 : errors api text vision checkpoint speech network engine llm_calls llm_pictures llm_speech
+                          names
     quantization        : errors config api native gguf checkpoint families families/table linear attention network
                           engine engine/planning llm
 """

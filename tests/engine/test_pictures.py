@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.engine.support import Running, running
-from tests.model.checkpoints import native_backends, prompt
+from tests.model.checkpoints import native_backends, prompt, saved
 from tests.model.picture_models import IMAGE, picture, with_pictures
+from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.request import Request, Source
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.engine.scheduling.scheduled_step import StepBudget
 from triptych.model.engine.scheduling.source_blocks import SourcePasses
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
 
 KIND = "qwen3-5-pictures"
 FIRST, SECOND, THIRD = picture(16, 40, 1), picture(8, 8, 2), picture(40, 24, 3)
+SECOND_LARGE = picture(24, 24, 4)  # within the bounds of the processor
 
 
 def asking(name: str, parts: Sequence[Sequence[int] | Source], **params: Any) -> Request:
@@ -201,3 +209,49 @@ def test_drafts_after_a_picture_change_nothing() -> None:
         found.append(run.run().ids("r"))
     assert found[0] == found[1]
     assert sum(output.drafted_tokens for output in run.outputs) > 0
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(saved(KIND).path, EngineConfig(dtype="float32", max_num_seqs=4, block_size=4, kv_cache_memory=1 << 22))
+
+
+def png(source: Source) -> bytes:
+    """Return a file of a picture."""
+    pixels = np.frombuffer(source.features, np.uint8).reshape(source.shape).transpose(1, 2, 0)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_offline_prompts_take_files(llm: LLM, tmp_path: Path) -> None:
+    """Check that a file whose sides fit is read as its pixels, by bytes and by path."""
+    (tmp_path / "third.png").write_bytes(png(THIRD))
+    one = asking("r", [prompt(3), SECOND_LARGE, prompt(4), THIRD, prompt(2)])
+    run = running(KIND)
+    run.engine.add(one)
+    run.run()
+    ids = [*prompt(3), IMAGE, *prompt(4), IMAGE, *prompt(2)]
+    found = llm.stream([ids], one.params, images=[[png(SECOND_LARGE), tmp_path / "third.png"]])
+    assert [token for _, output in found for token in output.token_ids] == run.ids("r")
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([["none.png"]], "images: prompt 0: none.png: No such file or directory"),
+        ([[b"GIF89a"]], "images: prompt 0: "),
+        ([[]], r"images: prompt 0 has 0 files and 1 places for them \(token 0\)"),
+        ([[], []], "expected a list of files for each prompt, found 2 lists for 1 prompts"),
+        (["a.png"], "images: expected a list of files for each prompt"),
+    ],
+)
+def test_what_is_no_picture_of_a_prompt_is_named(llm: LLM, images: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(llm.stream([[5, IMAGE, 6]], images=images))
+
+
+def test_a_model_of_texts_refuses_pictures() -> None:
+    llm = LLM(saved("llama-gqa").path, EngineConfig(dtype="float32", kv_cache_memory=1 << 20))
+    with llm, pytest.raises(ConfigError, match="llama-gqa does not read pictures in prompts"):
+        list(llm.stream([[5, 6]], images=[[b""]]))
