@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import checkpoints
+from tests.engine.test_lora import folders
 from tests.model.gguf_files import converted
 from tests.model.hub import Files, Hub, running
 
@@ -328,3 +329,28 @@ def test_a_download_while_the_service_runs_is_bounded_and_can_be_given_up(
     assert done == f"{tmp_path}/hub/models--org--bert/snapshots/{commit}\nleft: 0\n"
     served.error = 503  # what is in the cache needs no Hub
     assert client.run("-c", DOWNLOAD, "1000000", "60", "hf:org/bert") == done
+
+
+ADAPTED = """
+import sys
+from pathlib import Path
+from triptych.service.runtimes.assembly import pin_models, read_models, with_folders
+from triptych.service.settings.resolve import resolve_config
+config = pin_models(resolve_config({"base": {"path": sys.argv[1]}}, {"lora": ("fr=hf:org/fr", "sql=org/fr@v1")}))
+print(*(one.path for one in config.models[1:]))
+for one in read_models(with_folders(config))[1:]:
+    print(one.name, one.adapter_of, *sorted(file.name for file in Path(one.adapter_path).iterdir()), sep=":")
+"""
+
+
+def test_adapters_of_the_hub_are_read_from_the_cache_without_network(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    served, url = hub
+    folder = folders()["fr"]
+    found = {file.name: file.read_bytes() for file in folder.iterdir()} | {"README.md": b"#", "optimizer.pt": bytes(9)}
+    commit = served.publish("org/fr", found)
+    tagged = served.publish("org/fr", found | {"extra.json": b"{}"}, "v1")
+    client = Client(url, tmp_path)
+    read = "README.md:adapter_config.json:adapter_model.safetensors"
+    for offline in ("0", "1"):
+        told = client.run("-c", ADAPTED, str(folders()["base"]), HF_HUB_OFFLINE=offline).split()
+        assert told == [f"hf:org/fr@{commit}", f"hf:org/fr@{tagged}", f"fr:base:{read}", f"sql:base:{read}:extra.json"]
