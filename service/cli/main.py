@@ -250,6 +250,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
         inspection.write_attention(name, folder(path), arguments.attention, Path(arguments.out))
         return 0
+    if arguments.pod is not None:
+        return _inspect_pod(arguments)
     memory = Option("memory", byte_size, None, "").read(arguments.memory, "--memory")
     wanted = (
         dict([named(arguments.model)])
@@ -265,6 +267,16 @@ def _inspect(arguments: argparse.Namespace) -> int:
         report = inspection.print_json if arguments.json else inspection.show
         report(name, found, context=arguments.context, memory=memory)
     return 0
+
+
+def _inspect_pod(arguments: argparse.Namespace) -> int:
+    from triptych.service.cli import pod_fit
+
+    pod = pod_fit.Pod.parse(arguments.pod)
+    load = pod_fit.Load.parse(arguments.load, arguments.prompt_tokens, arguments.output_tokens)
+    name, path = named(arguments.model or "code")
+    pod_fit.prepare(pod)
+    return pod_fit.report(name, str(folder(path)), pod, load, as_json=arguments.json)
 
 
 def _check(arguments: argparse.Namespace) -> int:
