@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import select
 import socket
 import sys
@@ -11,6 +12,7 @@ import msgspec
 
 from triptych.model.api.messages import Commands, Events
 from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.cpu_sets import bind_process
 from triptych.model.system.log_lines import log_as_parent
 from triptych.model.system.stacks import print_stacks_on_signal
 
@@ -47,6 +49,7 @@ def freeze_objects() -> None:
 
 def main() -> None:
     """Run the engine loop until the front closes the socket."""
+    bind_process(os.environ)
     ignore_signals()
     print_stacks_on_signal()
     gc.disable()  # importing makes hardly any garbage, and collections take a quarter of a second of it

@@ -26,6 +26,7 @@ from triptych.model.native.structures import (
     Stack,
     Step,
 )
+from triptych.model.system.cpu_sets import cpus_of_threads
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Library:
     # All that a library exports: functions that return nothing, and those that return a number.
     _ACTIONS = (
         *("run_stack", "run_linear", "run_attention", "write_pages"),
-        *("top_k", "pack_rows", "unpack_rows", "quantise_rows", "time_warping"),
+        *("top_k", "pack_rows", "unpack_rows", "quantise_rows", "time_warping", "bind_threads"),
     )
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
@@ -93,6 +94,8 @@ class Library:
         for name in self._ACTIONS:
             getattr(functions, name).restype = None
         _check_structures(functions)
+        cpus = cpus_of_threads(os.environ, torch.get_num_threads())
+        functions.bind_threads((c_int64 * len(cpus))(*cpus), c_int64(len(cpus)))
         started = functions.start_tiles()
         self.tiles = bool(started == 1)
         self._narrow_form = _IN_TILES if self.tiles else _BY_VECTORS

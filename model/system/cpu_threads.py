@@ -36,8 +36,11 @@ def usable_cpus() -> int:
 def usable_sockets() -> int:
     """Return the number of memory nodes (NUMA), usually sockets, of the processors that this process may use."""
     allowed = os.sched_getaffinity(0)
-    lists = [path.read_text() for path in _NODES.glob("node*/cpulist")]
-    return max(1, sum(not allowed.isdisjoint(_cpus(text)) for text in lists))
+    used = 0
+    for path in _NODES.glob("node*/cpulist"):
+        with suppress(OSError):
+            used += not allowed.isdisjoint(cpu_list(path.read_text()))
+    return max(1, min(used, usable_cpus()))
 
 
 def threads_of(environment: Mapping[str, str]) -> int:
@@ -51,12 +54,15 @@ def set_threads(threads: int | None) -> None:
         os.environ[VARIABLE] = str(threads)
 
 
-def _cpus(text: str) -> set[int]:
-    """Parse a list of processors such as `0-3,8`."""
+def cpu_list(text: str) -> set[int]:
+    """Parse a list of processors such as `0-3,8`; empty if it is none."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
+        try:
+            found.update(range(int(first), int(last or first) + 1))
+        except ValueError:
+            return set()
     return found
 
 

@@ -19,6 +19,7 @@ from triptych.model.checkpoint.adapter_folder import is_adapter
 from triptych.model.errors import ConfigError, EngineError, GrammarError
 from triptych.model.system import log_lines
 from triptych.model.system.child_process import ENGINE, ConnectedChild
+from triptych.model.system.cpu_sets import bind_each_thread
 from triptych.model.system.cpu_threads import set_threads
 from triptych.service.cli import completion
 from triptych.service.cli.model_arguments import folder, named, show_downloads
@@ -114,6 +115,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return _run(served, settings, groups, None)
     log_lines.begin(settings.get("log_format", "auto"))
     set_threads(settings.get("threads"))
+    bind_each_thread(settings.get("cpu_binding") == "threads")
     engine = ConnectedChild(ENGINE)  # imports torch in the meantime
     try:
         return _run(served, settings, groups, engine)

@@ -19,6 +19,7 @@ from triptych.model.api.engine_config import (
     SLOW_FALLBACKS,
     EngineConfig,
 )
+from triptych.model.system.cpu_sets import BINDINGS
 from triptych.service.settings import option_groups as groups
 from triptych.service.settings.option import Option
 from triptych.service.settings.parsers import (
@@ -592,6 +593,14 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "number of threads of each replica that compute on the CPU, at most its cores",
         shown="OMP_NUM_THREADS, else the CPUs that the process may use, divided among the replicas",
+        group=groups.SERVICE,
+    ),
+    Option(
+        "cpu_binding",
+        one_of(*BINDINGS),
+        _SERVICE.cpu_binding,
+        "auto: several replicas of a machine compute on CPUs of their own; threads: each of their threads too",
+        "|".join(BINDINGS),
         group=groups.SERVICE,
     ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads", group=groups.SERVICE),

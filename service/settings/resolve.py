@@ -27,8 +27,8 @@ _SERVICE_FIELDS = {  # by option name
         for name in (
             *("host", "port", "api_keys", "api_key_file", "admin_keys", "admin_key_file", "cors_origins"),
             *("allowed_hosts", "metrics_port"),
-            *("log_format", "threads", "tokenizer_threads", "otlp_endpoint", "tool_format", "reasoning_format"),
-            *("state_dir", "max_state_bytes"),
+            *("log_format", "threads", "cpu_binding", "tokenizer_threads", "otlp_endpoint"),
+            *("tool_format", "reasoning_format", "state_dir", "max_state_bytes"),
         )
     },
     "drain_timeout": "drain_timeout_s",

@@ -179,6 +179,7 @@ class ServiceSettings:
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue at shutdown
     threads: int | None = None  # that compute on the CPU, of each replica; None: `triptych.model.system.cpu_threads`
+    cpu_binding: str = "auto"  # of `triptych.model.system.cpu_sets.BINDINGS`
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without a finished step, after which an engine is restarted

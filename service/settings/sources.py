@@ -26,7 +26,9 @@ OTHER_VARIABLES = frozenset(  # each is read by one module
     {
         "TRIPTYCH_ADMIN_KEY",  # of a client: the commands that /docs shows
         "TRIPTYCH_API_KEY",  # of a client: triptych.service.cli.run, and the commands that /docs shows
+        "TRIPTYCH_BIND_THREADS",  # triptych.model.system.cpu_sets
         "TRIPTYCH_CONFIG",  # triptych.service.cli.main
+        "TRIPTYCH_CPUS",  # triptych.model.system.cpu_sets
         "TRIPTYCH_DUMP_ACTIVATIONS",  # triptych.model.network.activation_dump
         "TRIPTYCH_ENGINE_MODULE",  # triptych.model.system.child_process
         "TRIPTYCH_KERNEL_CACHE",  # triptych.model.system.kernel_cache

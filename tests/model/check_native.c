@@ -34,6 +34,7 @@ void time_warping(const float *costs, int64_t rows, int64_t columns, int64_t *st
 int64_t structure_sizes(int64_t *sizes, int64_t count);
 int64_t features(void);
 int64_t start_tiles(void);
+void bind_threads(const int64_t *chosen, int64_t count);
 
 /* ---- OpenMP ---- */
 
@@ -598,6 +599,7 @@ static void check_sizes(void) {
 int main(int argc, char **argv) {
     int64_t usable = start_tiles() == 1, threads = argc > 1 ? atoi(argv[1]) : 1;
     printf("features %ld, tiles %ld, %ld threads\n", (long)features(), (long)usable, (long)threads);
+    bind_threads((const int64_t[]){0, 0, 4095}, 3); /* the last one does not exist */
     check_sizes();
     check_top_k(threads);
     check_time_warping();

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE /* sched_getcpu */
 #include <omp.h>
 
+#include "binding.h"
 #include "scratch.h"
 #include "stack.h"
 #include "thread_context.h"
@@ -32,6 +33,7 @@ EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t row
     if (softcap != 0.0f) output.activation = SOFTCAP;
 #pragma omp parallel num_threads((int)threads)
     {
+        bind_thread(omp_get_thread_num());
         Scratch scratch = {.base = scratch_aligned(memory)};
         ThreadContext t = {.thread = omp_get_thread_num(), .threads = omp_get_num_threads(), .barrier = &barrier};
         linear_buffers(&scratch, matrix, rows, &t);

@@ -5,6 +5,7 @@
  * each other at barriers wherever one reads what another wrote. */
 #define _GNU_SOURCE /* sched_getcpu */
 #include "attention_layer.h"
+#include "binding.h"
 #include "low_rank.h"
 
 #include <omp.h>
@@ -230,15 +231,17 @@ EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *me
     Barrier barrier = {0};
     memory = scratch_aligned(memory);
 #pragma omp parallel num_threads((int)threads)
-    if (grouped) {
-        int64_t first, last;
-        while (next_group(step->segments, threads, &next, &first, &last))
-            run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
-    } else {
-        int64_t used;
-        StackContext t =
-            stack_context(stack, step, step->rows, memory, omp_get_thread_num(), omp_get_num_threads(), &used);
-        t.x = x, t.team.barrier = &barrier;
-        run_layers(&t);
+    {
+        int64_t first, last, used;
+        bind_thread(omp_get_thread_num());
+        if (grouped) {
+            while (next_group(step->segments, threads, &next, &first, &last))
+                run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
+        } else {
+            StackContext t =
+                stack_context(stack, step, step->rows, memory, omp_get_thread_num(), omp_get_num_threads(), &used);
+            t.x = x, t.team.barrier = &barrier;
+            run_layers(&t);
+        }
     }
 }

@@ -55,7 +55,7 @@ from triptych.service.runtimes.assembly import (
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from triptych.service.runtimes.ray_serve.haproxy import ROUTES, retried
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
-from triptych.service.runtimes.ray_serve.replica_cpus import threads_of_replica, with_threads
+from triptych.service.runtimes.ray_serve.replica_cpus import bind, threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
 from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
 from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
@@ -90,7 +90,9 @@ class Replica:
         logs.setup(config.settings.log_format, stream=stream, replica=_replica_id())
         config = _on_own_gpus(config)
         assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
-        set_threads(threads_of_replica(config.settings.threads, assigned, os.environ))
+        threads = threads_of_replica(config.settings.threads, assigned, os.environ)
+        set_threads(threads)
+        self._cpus = bind(config.settings.cpu_binding, threads)  # as long as this process lives
         self._app = build_app(config, replicas=_Siblings(config))
         self._service = service_of(self._app)
 

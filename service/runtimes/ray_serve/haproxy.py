@@ -45,16 +45,16 @@ sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
 """
 
 # Lines of each backend of an application with several replicas.
-_BACKEND = f"""\
-    stick-table type integer size 100k expire 1h
-    http-request lua.triptych_affinity if METH_POST
-    stick match var(txn.stay)
-    stick store-request var(txn.key1)
-    stick store-request var(txn.key2)
-    stick store-request var(txn.key3)
-    stick store-request var(txn.key4)
-    http-response set-status 503 reason "Service Unavailable" if {{ status {RETRIED_STATUS} }}
-"""
+_BACKEND = "".join(
+    f"    {line}\n"
+    for line in (
+        "stick-table type integer size 100k expire 1h",
+        "http-request lua.triptych_affinity if METH_POST",
+        "stick match var(txn.stay)",
+        *(f"stick store-request var(txn.key{number})" for number in range(1, 9)),
+        f'http-response set-status 503 reason "Service Unavailable" if {{ status {RETRIED_STATUS} }}',
+    )
+)
 
 
 def is_used(config: ServeConfig, environment: Mapping[str, str]) -> bool:

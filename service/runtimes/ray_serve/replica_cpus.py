@@ -1,12 +1,16 @@
-"""The threads of a replica: replicas on one machine divide its processors. Imports no Ray."""
+"""The CPUs of a replica: replicas on one machine divide them, and each computes on its own. Imports no Ray."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from triptych.model.system.cpu_threads import VARIABLE, threads_of, usable_cpus
+from triptych.model.system import cpu_sets
+from triptych.model.system.cpu_threads import VARIABLE, cpu_quota, threads_of, usable_cpus, usable_sockets
 from triptych.service.settings.serve_config import ServeConfig
 
 logger = logging.getLogger("triptych.ray")
@@ -18,17 +22,28 @@ def with_threads(config: ServeConfig, environment: Mapping[str, str], *, on_gpus
     `threads` and OMP_NUM_THREADS are those of one replica. Without them, all replicas that may run divide the CPUs.
     """
     count = sum(one.scaling.max_replicas for one in config.applications)
-    if config.settings.threads is not None or (count == 1 and VARIABLE not in environment):
-        return config
-    threads = threads_of(environment) if VARIABLE in environment else max(1, usable_cpus() // count)
-    if count > 1 and not on_gpus:
-        logger.warning(
-            "%d replicas share the %d CPUs of this machine, %d thread%s each. More replicas do not make it faster, but "
-            "with one for each socket (--replicas auto) each computes in its own memory",
-            *(count, usable_cpus(), threads, "s" * (threads > 1)),
+    changes: dict[str, Any] = {}
+    if config.settings.cpu_binding == "auto" and (count == 1 or on_gpus):
+        changes["cpu_binding"] = "off"
+    if config.settings.threads is None and (count > 1 or VARIABLE in environment):
+        changes["threads"] = threads_of(environment) if VARIABLE in environment else max(1, usable_cpus() // count)
+        if not on_gpus and (reason := _no_help(count)):
+            logger.warning("%d replicas compute with %d thread(s) each. %s", count, changes["threads"], reason)
+    groups = tuple(replace(one, settings=replace(one.settings, **changes)) for one in config.groups)
+    return replace(config, settings=replace(config.settings, **changes), groups=groups)
+
+
+def _no_help(count: int) -> str:
+    """Return why so many replicas do not make this machine faster; empty if they may."""
+    cpus, sockets = usable_cpus(), usable_sockets()
+    if count > cpus:
+        return f"There are {cpus} CPUs, so that replicas wait for each other; at most {cpus} can compute at a time"
+    if count > max(sockets, 1) and count > 1:
+        return (
+            f"They share the memory of {sockets} socket(s), which a single replica uses as fast, and each has its own "
+            "batch and cache; they help if one must be replaced while others serve. --replicas auto starts one a socket"
         )
-    groups = tuple(replace(one, settings=replace(one.settings, threads=threads)) for one in config.groups)
-    return replace(config, settings=replace(config.settings, threads=threads), groups=groups)
+    return ""
 
 
 def threads_of_replica(settings_threads: int | None, assigned_cpus: float, environment: Mapping[str, str]) -> int:
@@ -42,3 +57,21 @@ def threads_of_replica(settings_threads: int | None, assigned_cpus: float, envir
     if assigned_cpus >= 1:
         return int(assigned_cpus)
     return threads_of(environment if environment.get(VARIABLE) != "1" else {})
+
+
+def bind(binding: str, threads: int) -> list[socket.socket]:
+    """Name the CPUs of this replica's engine in this process's environment; return what holds the claim to them.
+
+    Where a quota limits the CPUs, other containers may be on any of them, so the system chooses.
+    """
+    cpu_sets.bind_each_thread(binding == "threads")
+    allowed, quota = os.sched_getaffinity(0), cpu_quota()
+    if binding == "off" or threads >= len(allowed) or (quota is not None and quota < len(allowed)):
+        return []
+    cpus, held = cpu_sets.claim(threads, allowed)
+    if not cpus:
+        logger.warning("other replicas compute on the CPUs of this machine; this one has none of its own")
+        return []
+    os.environ[cpu_sets.VARIABLE] = cpu_sets.shown(cpus)
+    logger.info("computes on the CPUs %s", os.environ[cpu_sets.VARIABLE])
+    return held

@@ -3,11 +3,11 @@
 -- HAProxy runs this for each POST before it chooses a server. Its table remembers which server had a key last. This
 -- action makes the keys of a request and sets these variables of the transaction:
 --   txn.stay          the key whose server is to have the request; unset: the server with the fewest requests has it
---   txn.key1 to key4  the keys that the table is to remember with the server that gets the request
+--   txn.key1 to key8  the keys that the table is to remember with the server that gets the request
 -- A server keeps a key only while it is not much busier than the others. Only the first bytes of a body are here
 -- (tune.bufsize); a text is cut there, and nothing depends on what follows. A mistake costs a cached prefix, no more.
 
-local LENGTHS = { 4096, 1024, 256 } -- bytes of a text that are keys, if it has them
+local LENGTHS = { 8192, 4096, 2048, 1024, 512, 256, 128 } -- bytes of a text that are keys, if it has them
 local SESSION_HEADERS = { "x-session-id", "session-id", "session_id", "x-conversation-id", "conversation_id" }
 local QUOTE, OBJECT, ARRAY = 34, 123, 91
 local servers_of = {} -- by backend: its servers by number, without those for emergencies
@@ -105,16 +105,17 @@ local function read(body, is_response)
     return named, continued, text, question
 end
 
--- The keys of a request, the most telling one first, and whether the first is a conversation's.
+-- The keys of a request, the most telling one first, and how many of them are a conversation's: its name or first
+-- question, else what is at least an eighth of the text.
 local function keys_of(txn, body)
     local is_response = txn.sf:path():match("/responses$")
     local named, continued, text, question = read(body, is_response)
-    if continued then return { tonumber(continued, 16) & 0xffffffff }, true end
+    if continued then return { tonumber(continued, 16) & 0xffffffff }, 1 end
     for _, header in ipairs(SESSION_HEADERS) do
         local value = txn.sf:req_hdr(header)
         if value and value ~= "" then named = value end
     end
-    if named then return { txn.c:xxh32(named, 1) & 0xffffffff }, true end
+    if named then return { txn.c:xxh32(named, 1) & 0xffffffff }, 1 end
     local keys = {}
     if question then keys[1] = txn.c:xxh32(body:sub(text, math.min(question, text + 65535)), 2) & 0xffffffff end
     for _, length in ipairs(LENGTHS) do
@@ -123,7 +124,7 @@ local function keys_of(txn, body)
         end
     end
     if text and #keys == 0 then keys[1] = txn.c:xxh32(body:sub(text), 3) & 0xffffffff end
-    return keys, question ~= nil
+    return keys, question and 1 or 3
 end
 
 local function servers(backend)
@@ -146,13 +147,13 @@ local function bounds(txn, backend)
             least, total, count = math.min(least, requests), total + requests, count + 1
         end
     end
-    return math.max(least + 2, 1.5 * total / count), least + 1
+    return math.max(least + 3, 2 * total / count), least + 1
 end
 
 core.register_action("triptych_affinity", { "http-req" }, function(txn)
     local body = txn.sf:req_body()
     if body == "" then return end
-    local keys, is_conversation = keys_of(txn, body)
+    local keys, telling = keys_of(txn, body)
     if #keys == 0 then return end
     local backend = txn.f:be_name()
     local most, most_alike = bounds(txn, backend)
@@ -162,7 +163,7 @@ core.register_action("triptych_affinity", { "http-req" }, function(txn)
         local name = servers(backend)[number]
         known[at] = name ~= nil
         if name and not known.stays and txn.f:srv_is_up(backend .. "/" .. name) == 1 then
-            local bound = at == 1 and is_conversation and most or most_alike
+            local bound = at <= telling and most or most_alike
             if txn.f:srv_conn(backend .. "/" .. name) <= bound then
                 known.stays = true
                 txn:set_var("txn.stay", key)
