@@ -34,7 +34,7 @@ def with_threads(config: ServeConfig, environment: Mapping[str, str], *, on_gpus
 
 
 def _no_help(count: int) -> str:
-    """Return why so many replicas do not make this machine faster; empty if they may."""
+    """Return why this number of replicas does not make this machine faster; empty if it may."""
     cpus, sockets = usable_cpus(), usable_sockets()
     if count > cpus:
         return f"There are {cpus} CPUs, so that replicas wait for each other; at most {cpus} can compute at a time"
