@@ -258,6 +258,8 @@ def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[
     By the usual settings of its type where the folder does not say. A decoder then reads no pictures, nor where that
     does not fit it: its texts are served as before.
     """
+    if config.unread_pictures:
+        warnings.append(f"pictures are not read: {config.unread_pictures}")
     if config.pictures is not None:
         try:
             pictures, found = read_pictures(path, config)

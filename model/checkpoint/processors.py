@@ -12,6 +12,7 @@ from typing import Any
 
 from triptych.model.checkpoint.json_files import Table, Use, asked_for, read_json, table, unknown
 from triptych.model.config.model import ModelConfig
+from triptych.model.config.pictures import GridPositions
 from triptych.model.errors import ConfigError, listed
 from triptych.model.vision.pictures import MARKS, PictureProcessing, picture_processing
 
@@ -105,7 +106,11 @@ def read_pictures(path: Path, config: ModelConfig) -> tuple[PictureProcessing | 
     spelled = {**_spelled(read_json(path / "tokenizer_config.json")), **_spelled(read_json(path / PROCESSOR))}
     warnings = warnings_of(processor, PICTURE_SETTINGS)
     settings, where = processor.settings, processor.where
-    return picture_processing(settings, config.model_type, patches.size, patches.merge, spelled, where), warnings
+    found = picture_processing(settings, config.model_type, patches.size, patches.merge, spelled, where)
+    if patches.positions is GridPositions.FIXED and found.size // patches.size != patches.grid:
+        side = (patches.grid or 0) * patches.size
+        raise ConfigError(f"{where} makes pictures of {found.size} pixels a side, vision_config has {side}")
+    return found, warnings
 
 
 def _spelled(settings: dict[str, Any]) -> dict[str, str]:

@@ -81,6 +81,7 @@ class RotaryConfig:
         False  # pairs alternate while a later section has any left, the others are the first one's (Qwen3-VL)
     )
     frequencies_again: bool = False  # each section has the same frequencies, from the first on (towers)
+    frequencies_in_turn: bool = False  # sections, of one size, get them in turn: the first one the fastest (Pixtral)
 
     @property
     def by_length(self) -> bool:

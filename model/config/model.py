@@ -284,6 +284,7 @@ class ModelConfig:
     vision: StackConfig | None = None
     joint: JointConfig | None = None
     pictures: PicturesConfig | None = None  # which a decoder reads in its prompts
+    unread_pictures: str = ""  # why a model that has a tower reads none
     audio: AudioConfig | None = None  # likewise; its decoder has tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None

@@ -7,12 +7,22 @@ the prompt's image tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from triptych.model.config.attention import NormConfig
 from triptych.model.config.bounds import require_positive
 from triptych.model.config.layer import Activation
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
+
+
+class GridPositions(StrEnum):
+    """Which vector of a learned table is added to a patch; the table has `grid` rows and as many columns."""
+
+    RESAMPLED = "resampled"  # bilinearly, the table's corners at the picture's (Qwen)
+    FIXED = "fixed"  # pictures have as many rows and columns as the table (CLIP, SigLIP)
+    NEAREST = "nearest"  # that of the table's part in which the patch begins (Idefics 3)
+    AXES = "axes"  # the sum of one of its row and one of its column: two tables of `grid` vectors (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,10 @@ class PatchConfig:
     channels: int = 3
     frames: int = 1  # a picture counts as this number of equal frames of a film, read by one product (Qwen)
     bias: bool = True
-    grid: int | None = None  # positions a side of a learned table, resampled bilinearly to a picture's patches
+    grid: int | None = None  # positions a side of a learned table; None: there is none
+    positions: GridPositions = GridPositions.RESAMPLED
+    first: bool = False  # a learned vector goes before the patches, with the table's first position (CLIP)
+    channels_last: bool = False  # the matrix reads a patch's pixels one by one (Gemma 4), not channel by channel
 
     def __post_init__(self) -> None:
         require_positive(size=self.size, merge=self.merge, channels=self.channels, frames=self.frames)
@@ -49,12 +62,18 @@ class PatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class MergerConfig:
-    """The rows of a block become one: `out(act(inner([norm(x_1); ...; norm(x_n)])))`."""
+    """The rows of a block become one: `out(act(inner([norm(x_1); ...; norm(x_n)])))`.
 
-    norm: NormConfig
-    activation: Activation
-    inner: int  # width between the two products
+    What stands before the patches is left out.
+    """
+
+    norm: NormConfig | None
+    activation: Activation = Activation.GELU
+    inner: int = 0  # width between the two products; 0: there is one product alone, without an activation
     norm_last: bool = False  # over the joined rows, not over each
+    bias: bool = True  # of the products
+    mean: bool = False  # the rows of a block are not joined, their mean is taken (Gemma 3)
+    folds: bool = False  # joined rows come down to the tower's width first, by a matrix without a bias (Mistral 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def siglip(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raise ConfigError("vision_config.vision_use_head = false: images without a head have no vectors like texts'")
     if size != width:
         raise ConfigError(f"vectors of texts have text_config.projection_size = {size} numbers, of images {width}")
-    layer = _layer(vision, "gelu_pytorch_tanh", 1e-6)
+    layer = vision_layer(vision, "gelu_pytorch_tanh", 1e-6)
     norm = layer.norms[0].pre
     assert norm is not None
     probe = ProbeConfig(layer.attention, layer.mlp, norm)
@@ -61,7 +61,7 @@ def _part(raw: Settings, side: str) -> Settings:
     return part.otherwise(**part.class_defaults())
 
 
-def _layer(raw: Settings, act: str, eps: float) -> LayerConfig:
+def vision_layer(raw: Settings, act: str, eps: float) -> LayerConfig:
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = split_width(size, heads)
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", eps))
@@ -77,15 +77,15 @@ def _model(
 ) -> ModelConfig:
     act, eps = ("quick_gelu", 1e-5) if joint.exclusive else ("gelu_pytorch_tanh", 1e-6)
     image = ImageConfig(
-        _side(vision, "image_size", 224),
-        _side(vision, "patch_size", 32 if joint.exclusive else 16),
+        vision_side(vision, "image_size", 224),
+        vision_side(vision, "patch_size", 32 if joint.exclusive else 16),
         vision.get("num_channels", 3),
         class_token=joint.probe is None,
         bias=joint.probe is not None,
     )
     longest = text.get("max_position_embeddings", 77 if causal else 64)
-    texts = _stack(text, _layer(text, act, eps), longest, causal=causal)
-    images = _stack(vision, _layer(vision, act, eps), image.num_tokens, embed_norm=joint.probe is None)
+    texts = _stack(text, vision_layer(text, act, eps), longest, causal=causal)
+    images = _stack(vision, vision_layer(vision, act, eps), image.num_tokens, embed_norm=joint.probe is None)
     for part in (text, vision):
         part.get("projection_size")
         part.refuse_unread()
@@ -117,7 +117,7 @@ def _stack(
     )
 
 
-def _side(raw: Settings, key: str, default: int) -> int:
+def vision_side(raw: Settings, key: str, default: int) -> int:
     """Return the side of a square."""
     value: Any = raw.get(key, default)
     if isinstance(value, list) and len(set(map(str, value))) == 1:

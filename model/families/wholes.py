@@ -6,7 +6,7 @@ PaliGemma is not one of them: it reads its prompts in both directions.
 
 from __future__ import annotations
 
-from triptych.model.families import qwen_pictures
+from triptych.model.families import qwen_pictures, towers
 from triptych.model.families.table.text_part import Whole
 
 _LLAMA, _QWEN2, _QWEN3, _MISTRAL = Whole("llama"), Whole("qwen2"), Whole("qwen3"), Whole("mistral")
@@ -21,15 +21,15 @@ WHOLES: dict[str, Whole] = {
     "gemma4_unified": Whole("gemma4_unified_text", scales=True),
     "got_ocr2": _QWEN2,
     "idefics2": _MISTRAL,
-    "idefics3": _LLAMA,
+    "idefics3": Whole("llama", pictures=towers.IDEFICS3),
     "internvl": _QWEN2,
     "janus": _LLAMA,
     "lighton_ocr": _QWEN3,
-    "llava": _LLAMA,
+    "llava": Whole("llama", pictures=towers.LLAVA),
     "llava_next": _LLAMA,
     "llava_next_video": _LLAMA,
     "llava_onevision": _QWEN2,
-    "mistral3": _MISTRAL,
+    "mistral3": Whole("mistral", pictures=towers.MISTRAL3),
     "ovis2": _QWEN2,
     "perception_lm": _LLAMA,
     "qwen2_5_vl": Whole("qwen2_5_vl_text", flat=True),
@@ -39,7 +39,7 @@ WHOLES: dict[str, Whole] = {
     "qwen3_5_moe": Whole("qwen3_5_moe_text", pictures=qwen_pictures.QWEN3_5),
     "qwen3_vl": Whole("qwen3_vl_text"),
     "qwen3_vl_moe": Whole("qwen3_vl_moe_text"),
-    "smolvlm": _LLAMA,
+    "smolvlm": Whole("llama", pictures=towers.IDEFICS3),
     "video_llava": _LLAMA,
     "vipllava": _LLAMA,
     "voxtral": _LLAMA,

@@ -40,7 +40,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     "qk_norm_span sinks output_gate value_norm keys_as_values keys_of",
     RotaryConfig: "dim theta scaling factor original_max_positions length low_freq_factor high_freq_factor beta_fast "
     "beta_slow truncate attention_factor long_attention_factor growth interleaved short_factors long_factors turning "
-    "sections in_turn frequencies_again",
+    "sections in_turn frequencies_again frequencies_in_turn",
     AlibiConfig: "slopes",
     BucketBiasConfig: "num_buckets max_distance shared",
     DisentangledConfig: "span max_distance content_to_position position_to_content shared key_bias",

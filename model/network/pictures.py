@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.model.attention.base import AttentionBackend
-from triptych.model.config.pictures import MergerConfig, PatchConfig, PicturesConfig
-from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.config.pictures import GridPositions, MergerConfig, PatchConfig, PicturesConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.activations import ACTIVATIONS
 from triptych.model.network.adapters import RowAdapters
@@ -28,7 +28,11 @@ class Pictures(nn.Module):
         self.config = config
         patches, size = config.patches, config.tower.hidden_size
         self.project = linear(LinearSpec("project", patches.elements, (Part(size),), patches.bias))
-        self.table = nn.Parameter(torch.empty(patches.grid**2, size)) if patches.grid is not None else None
+        self.first = nn.Parameter(torch.empty(size)) if patches.first else None
+        self.table: nn.Parameter | None = None
+        if patches.grid is not None:
+            axes = patches.positions is GridPositions.AXES
+            self.table = nn.Parameter(torch.empty(2 * patches.grid if axes else patches.grid**2 + patches.first, size))
         self.merger = Merger(config.merger, patches.merge**2, size, width, linear.within("merger"))
 
     def begin(
@@ -39,12 +43,15 @@ class Pictures(nn.Module):
         rows, columns = pixels.shape[1] // patches.size, pixels.shape[2] // patches.size
         places = patch_places(rows, columns, patches.merge)  # [2, N]
         x: Tensor = self.project(patch_rows(pixels, patches))  # [N, d]
+        first = [] if self.first is None else [self.first[None].to(x.dtype)]
         if self.table is not None:
-            assert patches.grid is not None
-            x = x + resampled(self.table, patches.grid, places, (rows, columns)).to(x.dtype)
+            x = x + positions_of(self.table[len(first) :], patches, places, (rows, columns)).to(x.dtype)
+            first = [one + self.table[:1].to(x.dtype) for one in first]
+        x = torch.cat([*first, x]) if first else x
         inputs = packed_input([range(len(x))], x.device, causal=False)
-        inputs = replace(inputs, coordinates=to_device(places, x.device), adapters=adapters)
-        return PicturePass(StackPass(tower, x, inputs, backend), self.merger)
+        coordinates = None if first else to_device(places, x.device)
+        inputs = replace(inputs, coordinates=coordinates, adapters=adapters)
+        return PicturePass(StackPass(tower, x, inputs, backend), self.merger, len(first))
 
 
 @dataclass(slots=True)
@@ -53,6 +60,7 @@ class PicturePass:
 
     layers: StackPass
     merger: Merger
+    skipped: int  # rows before those of patches
 
     def advance(self, layers: int) -> None:
         """Compute the next `layers` layers, or all that are left."""
@@ -60,7 +68,7 @@ class PicturePass:
 
     def finish(self) -> Tensor:
         """Return the rows `[n, d]` that take the place of tokens' vectors."""
-        rows: Tensor = self.merger(self.layers.finish())
+        rows: Tensor = self.merger(self.layers.finish()[self.skipped :])
         return rows
 
 
@@ -70,16 +78,31 @@ class Merger(nn.Module):
     def __init__(self, config: MergerConfig, count: int, size: int, width: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config, self.count = config, count
-        self.norm = build_norm(config.norm, count * size if config.norm_last else size)
-        self.inner = linear(LinearSpec("inner", count * size, (Part(config.inner),)))
-        self.out = linear(LinearSpec("out", config.inner, (Part(width),)))
-        self.activation = ACTIVATIONS[config.activation]
+        joined = size if config.mean else count * size
+        self.norm = build_norm(config.norm, joined if config.norm_last else size)
+        self.fold: Linear | None = None
+        if config.folds:
+            self.fold = linear(LinearSpec("fold", joined, (Part(size),), bias=False))
+            joined = size
+        self.inner: Linear | None = None
+        if config.inner:
+            self.inner = linear(LinearSpec("inner", joined, (Part(config.inner),), config.bias))
+        self.out = linear(LinearSpec("out", config.inner or joined, (Part(width),), config.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.inner.dtype)  # stacks in C give float32
-        joined = x.view(len(x) // self.count, -1)
-        joined = self.norm(joined) if self.config.norm_last else self.norm(x).view(joined.shape)
-        merged: Tensor = self.out(self.activation(self.inner(joined)))
+        config = self.config
+        x = x.to(self.out.dtype)  # stacks in C give float32
+        x = x if config.norm_last else self.norm(x)
+        blocks = x.view(-1, self.count, x.shape[1])
+        if config.mean:
+            x = blocks.mean(dim=1)
+        elif self.fold is not None:  # its columns are those of a convolution
+            x = self.fold(blocks.transpose(1, 2).flatten(1))
+        else:
+            x = blocks.flatten(1)
+        x = self.norm(x) if config.norm_last else x
+        x = x if self.inner is None else ACTIVATIONS[config.activation](self.inner(x))
+        merged: Tensor = self.out(x)
         return merged
 
 
@@ -94,8 +117,34 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> Tensor:
     """Return the pixels `[C, H, W]` of a picture as patches `[N, elements]`, in the order of their places."""
     (channels, height, width), size, merge = pixels.shape, config.size, config.merge
     cut = pixels.reshape(channels, height // config.cell, merge, size, width // config.cell, merge, size)
+    if config.channels_last:
+        return cut.permute(1, 4, 2, 5, 3, 6, 0).flatten(4).flatten(0, 3)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # [N, C, size, size]
     return cut[:, :, None].expand(-1, -1, config.frames, -1, -1).flatten(1)
+
+
+def positions_of(table: Tensor, config: PatchConfig, places: Tensor, sides: tuple[int, int]) -> Tensor:
+    """Return what is added to the patches at places `[2, N]` of a picture with `sides` patches, `[N, d]`."""
+    assert config.grid is not None
+    row, column = places
+    match config.positions:
+        case GridPositions.RESAMPLED:
+            return resampled(table, config.grid, places, sides)
+        case GridPositions.AXES:
+            both = to_device(torch.stack((row, column + config.grid)), table.device)
+            return table[both[0]] + table[both[1]]
+        case GridPositions.NEAREST:
+            row, column = (_part(at, side, config.grid) for at, side in zip(places, sides, strict=True))
+        case GridPositions.FIXED:
+            if sides != (config.grid, config.grid):
+                raise ValueError(f"pictures have {config.grid} patches a side, found {sides}")
+    return table[to_device(row * config.grid + column, table.device)]
+
+
+def _part(at: Tensor, side: int, grid: int) -> Tensor:
+    """Return in which of `grid` equal parts of a side the patches begin, in float32 as the reference computes it."""
+    bounds = torch.arange(1 / grid, 1.0, 1 / grid)
+    return torch.bucketize((at.float() * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6), bounds, right=True)
 
 
 def resampled(table: Tensor, grid: int, places: Tensor, sides: tuple[int, int]) -> Tensor:

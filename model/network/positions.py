@@ -39,6 +39,8 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     plain = inverse_frequencies(theta, dim, device)
     if config.frequencies_again:
         plain = inverse_frequencies(theta, dim // len(config.sections), device).repeat(len(config.sections))
+    if config.frequencies_in_turn:
+        plain = plain.view(-1, len(config.sections)).T.flatten()
     if config.scaling is RopeScaling.LINEAR:
         plain = plain / factor
     elif config.scaling is RopeScaling.NTK:

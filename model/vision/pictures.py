@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MOST_RATIO = 200  # of the longer side to the shorter, of `Way.AREA`
 _LONGEST_TILED = 4_096  # pixels of the longer side, of `Way.TILES`
-MOST_ROWS = 4_096  # positions of a picture, of `Way.AREA`
+MOST_ROWS = 4_096  # positions of a picture, or of a tile
 _LOW, _LOW_POSITIONS = 512, 70  # pixels a side, or positions, that the detail "low" leaves
 
 
@@ -128,8 +128,10 @@ class PictureProcessing(ImageProcessing):
 
     def bounded(self) -> PictureProcessing:
         """Return the processing that makes no more than `MOST_ROWS` of a picture, whose memory has to be there."""
-        most = min(self.most, MOST_ROWS * (self.patch * self.merge) ** 2)
-        return self if self.way is not Way.AREA else replace(self, most=most, least=min(self.least, most))
+        side = self.patch * self.merge
+        bounds = {Way.AREA: MOST_ROWS * side**2, Way.LONGEST: math.isqrt(MOST_ROWS) * side}
+        most = min(self.most, bounds.get(self.way, self.most))
+        return replace(self, most=most, least=min(self.least, most))
 
     def _low(self) -> PictureProcessing:
         """Return the processing of pictures that are to take few positions."""
@@ -281,6 +283,7 @@ def picture_processing(
         size = prepared_size(settings, where)
         if size is None:
             raise ConfigError(f"{where}: pictures must be cropped or resized to squares of one size")
+        _check_rows(size, patch * merge, where)
         base = read_image_processing(settings, ImageConfig(size, min(patch, size)), where)
         return PictureProcessing(**asdict(base), way=way, patch=patch, merge=merge, **written)
     for key in ("do_resize", "do_rescale"):
@@ -323,9 +326,16 @@ def _bounds(way: Way, settings: Mapping[str, Any], side: int, merge: int, where:
     if way is Way.LONGEST:
         return {"most": most}
     tile = _number(settings.get("max_image_size"), "longest_edge", LONGEST_SIDE, f"{where}: max_image_size")
+    _check_rows(tile, side, where)
     if tile % side:
         raise ConfigError(f"{where}: max_image_size must be a multiple of {side}, found {tile}")
     return {"most": most, "tile": tile, "splits": bool(settings.get("do_image_splitting", True))}
+
+
+def _check_rows(size: int, side: int, where: str) -> None:
+    """Raise `ConfigError` for pictures or tiles of a size that takes more memory than is planned."""
+    if (size // side) ** 2 > MOST_ROWS:
+        raise ConfigError(f"{where}: {size} pixels a side are more than {math.isqrt(MOST_ROWS)} x {side}")
 
 
 _OLDER = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.engine.support import Running, running
 from tests.model.checkpoints import native_backends, prompt, saved
-from tests.model.picture_models import IMAGE, picture, with_pictures
+from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, with_pictures
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.request import Request, Source
 from triptych.model.api.sampling_params import SamplingParams
@@ -70,6 +70,23 @@ def test_logits_of_c_equal_transformers() -> None:
         for one in questions():
             run.engine.add(one)
         assert worst(run.run(), questions()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PICTURE_MODELS if kind not in (KIND, "gemma3-pictures")])
+def test_logits_of_other_towers_equal_transformers(kind: str) -> None:
+    side, row_end = SQUARES.get(kind), 7 if kind in ("mistral3", "llava-pixtral") else None
+    first, second = (picture(side, side, seed) for seed in (1, 2)) if side else (FIRST, THIRD)
+    prompts = [[prompt(5), first, prompt(7)], [second, prompt(3), first, second, prompt(9)], [prompt(11)]]
+    for backend, budget in product([None, *native_backends()], [256, 7]):
+        run = running(kind, **({} if backend is None else {"backend": backend}), budget=budget)
+        requests = []
+        for number, parts in enumerate(prompts):
+            ids, images = with_pictures(parts, row_end)
+            params = SamplingParams(max_tokens=5, ignore_eos=True, suppress_tokens=(IMAGE,))
+            requests.append(Request(str(number), kind, ids, params, images=images))
+            run.engine.add(requests[-1])
+        run.run()
+        assert max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests) < 1e-4
 
 
 def encoded(run: Running) -> int:

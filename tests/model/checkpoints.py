@@ -558,7 +558,7 @@ def reference_logits(
         if source is not None:
             given = {**reference_input(source), "decoder_input_ids": given["input_ids"]}
         if images:
-            given |= pictures_for_reference(images, ids)
+            given |= pictures_for_reference(kind, images, ids)
         with torch.inference_mode():
             _LOGITS[key] = saved(kind).reference(**given).logits[0]
     return _LOGITS[key]

@@ -18,8 +18,12 @@ from triptych.model.families import FAMILIES
 from triptych.model.families.table.known_keys import PATH
 from triptych.model.families.wholes import WHOLES
 
-# Types that occur only inside other files: the sides of T5Gemma, CLIP and SigLIP, and MPT's attention settings.
-INNER = ("t5_gemma_module", "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model")
+# Types that occur only inside other files: the sides of T5Gemma, CLIP and SigLIP, towers, MPT's attention.
+INNER = (
+    *("t5_gemma_module", "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model"),
+    *("pixtral", "idefics3_vision", "smolvlm_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
+    *("qwen3_5_vision", "qwen3_5_moe_vision", "gemma4_vision"),
+)
 # Functions of a class that receive keys of a file that are not fields of the class.
 _MAKERS = {"__post_init__", "convert_rope_params_to_dict"}
 _ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # only classes with rotary positions accept these

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from tests.model.decoder_rows import RECURRENT, random_model
+from tests.model.decoder_rows import RECURRENT, SIZES, random_model
 from triptych.model.api.request import ImageSpan, Source, image_source
 
 IMAGE = 0  # the token at each place of a picture; no random prompt has it
@@ -27,10 +28,67 @@ _QWEN: dict[str, Any] = dict(
 _AREA = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2)
 _AREA |= dict(size=dict(shortest_edge=256, longest_edge=4096), image_mean=[0.5] * 3, image_std=[0.25] * 3)
 
+# Of all kinds 8 pixels a side are a place of the prompt.
+_TEXT: dict[str, Any] = dict(**SIZES, num_key_value_heads=2, head_dim=8, max_position_embeddings=512)
+_TEXT |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=3)
+_ENCODER: dict[str, Any] = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2)
+
+
+def _whole(architecture: str, text: str, tower: str, **changes: Any) -> Callable[[], Any]:
+    """Return a maker of a random model with a tower of `changes["vision"]`."""
+    vision = {"model_type": tower, **_ENCODER, **changes.pop("vision")}
+    settings = dict(text_config=dict(_TEXT, model_type=text), vision_config=vision, image_token_id=IMAGE)
+    return random_model(architecture, settings, **changes)
+
+
+_SQUARE = dict(image_size=32, patch_size=8)
+_HALVES = dict(image_mean=[0.5] * 3, image_std=[0.25] * 3)
+_FIXED = dict(
+    **_HALVES, size=dict(height=32, width=32), do_center_crop=False, image_processor_type="CLIPImageProcessor"
+)
+_TILES = dict(**_HALVES, size=dict(longest_edge=72), max_image_size=dict(longest_edge=24))
+_LLAVA, _IDEFICS = "LlavaForConditionalGeneration", dict(vision=dict(image_size=32, patch_size=4), scale_factor=2)
+_LONGEST = dict(**_HALVES, image_processor_type="PixtralImageProcessor", size=dict(longest_edge=64))
+
 PICTURE_MODELS: dict[str, Callable[[], Any]] = {
     "qwen3-5-pictures": random_model("Qwen3_5ForConditionalGeneration", _QWEN),
+    "llava": _whole(_LLAVA, "llama", "clip_vision_model", vision=_SQUARE),
+    "llava-siglip": _whole(
+        *(_LLAVA, "qwen2", "siglip_vision_model"),
+        vision=_SQUARE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=False,
+    ),
+    "llava-pixtral": _whole(
+        *(_LLAVA, "mistral", "pixtral"),
+        vision=dict(image_size=64, patch_size=8, head_dim=12),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+    "mistral3": _whole(
+        *("Mistral3ForConditionalGeneration", "mistral", "pixtral"), vision=dict(image_size=64, patch_size=4)
+    ),
+    "idefics3": _whole("Idefics3ForConditionalGeneration", "llama", "idefics3_vision", **_IDEFICS),
+    "smolvlm": _whole("SmolVLMForConditionalGeneration", "llama", "smolvlm_vision", **_IDEFICS),
+    "gemma3-pictures": _whole(
+        *("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model"),
+        vision=dict(image_size=32, patch_size=4),
+        mm_tokens_per_image=16,
+    ),
 }
-PROCESSORS: dict[str, dict[str, Any]] = {"qwen3-5-pictures": _AREA}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen3-5-pictures": _AREA,
+    "llava": _FIXED,
+    "llava-siglip": _FIXED,
+    "llava-pixtral": dict(**_LONGEST, patch_size=8),
+    "mistral3": dict(**_LONGEST, patch_size=4),
+    "idefics3": dict(**_TILES, image_processor_type="Idefics3ImageProcessor"),
+    "smolvlm": dict(**_TILES, image_processor_type="SmolVLMImageProcessor"),
+    "gemma3-pictures": _FIXED,
+}
+# The pixels of the pictures that a kind reads, where not any.
+SQUARES = {"llava": 32, "llava-siglip": 32, "gemma3-pictures": 32, "idefics3": 24, "smolvlm": 24}
 
 
 def write_processor(kind: str, folder: Path) -> None:
@@ -46,28 +104,50 @@ def picture(height: int, width: int, seed: int = 0, cell: int = 8) -> Source:
     return image_source(pixels.numpy().tobytes(), (3, height, width), height * width // cell**2)
 
 
-def with_pictures(parts: Sequence[Sequence[int] | Source]) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
-    """Return a prompt of texts and pictures, and where these are."""
+def with_pictures(
+    parts: Sequence[Sequence[int] | Source], row_end: int | None = None
+) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+    """Return a prompt of texts and pictures, and where these are; `row_end` is after each row of a picture."""
     ids: list[int] = []
     spans: list[ImageSpan] = []
     for part in parts:
         if isinstance(part, Source):
-            spans.append(ImageSpan(len(ids), part))
-            ids += [IMAGE] * part.num_positions
+            length = 0 if row_end is None else part.shape[2] // 8
+            spans.append(ImageSpan(len(ids), part, length))
+            row = [IMAGE] * length + [-1 if row_end is None else row_end]
+            ids += row * (part.num_positions // length) if length else [IMAGE] * part.num_positions
         else:
             ids += part
     return tuple(ids), tuple(spans)
 
 
-def pictures_for_reference(spans: Sequence[ImageSpan], ids: Sequence[int]) -> dict[str, Tensor]:
-    """Return the pictures as `Qwen3_5ForConditionalGeneration` takes them."""
-    patches, grids = [], []
-    for span in spans:
-        channels, height, width = span.source.shape
-        pixels = torch.frombuffer(bytearray(span.source.features), dtype=torch.uint8).view(span.source.shape)
-        cut = ((pixels / 255 - 0.5) / 0.25).view(channels, height // 8, 2, 4, width // 8, 2, 4)
-        cut = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, 2, -1, -1)
-        patches.append(cut.reshape(height * width // 16, -1))
-        grids.append([1, height // 4, width // 4])
-    kinds = torch.tensor([[int(token == IMAGE) for token in ids]], dtype=torch.int32)
-    return dict(pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids), mm_token_type_ids=kinds)
+def pictures_for_reference(kind: str, spans: Sequence[ImageSpan], ids: Sequence[int]) -> dict[str, Tensor]:
+    """Return the pictures as the `transformers` model of a kind takes them."""
+    sources = [span.source for span in spans]
+    pixels = [torch.frombuffer(bytearray(one.features), dtype=torch.uint8).view(one.shape) for one in sources]
+    scaled = [(one / 255 - 0.5) / 0.25 for one in pixels]
+    given = pixels_for_reference(kind, scaled)
+    if kind.startswith(("qwen", "gemma")):
+        kinds = torch.tensor([[int(token == IMAGE) for token in ids]], dtype=torch.int32)
+        given["mm_token_type_ids" if kind.startswith("qwen") else "token_type_ids"] = kinds
+    return given
+
+
+def pixels_for_reference(kind: str, pictures: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return normalised pictures `[3, H, W]` as the `transformers` model of a kind takes them."""
+    if kind.startswith("qwen"):
+        patches, grids = [], []
+        for one in pictures:
+            _, height, width = one.shape
+            cut = one.reshape(3, height // 8, 2, 4, width // 8, 2, 4)
+            cut = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, 2, -1, -1)
+            patches.append(cut.reshape(height * width // 16, -1))
+            grids.append([1, height // 4, width // 4])
+        return dict(pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids))
+    sizes = torch.tensor([one.shape[1:] for one in pictures])
+    height, width = sizes.max(dim=0).values.tolist()
+    padded = [functional.pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in pictures]
+    values = torch.stack(padded)
+    if kind in ("idefics3", "smolvlm"):
+        return dict(pixel_values=values[None])
+    return dict(pixel_values=values) | (dict(image_sizes=sizes) if kind not in SQUARES else {})

@@ -19,6 +19,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.model.test_images import file, picture
 from triptych.model.checkpoint.processors import read_pictures
+from triptych.model.config.pictures import PatchConfig
 from triptych.model.errors import ConfigError
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.pictures import PictureProcessing, PreparedPicture, image_spans, picture_processing
@@ -218,6 +219,8 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
         ("Pixtral", {"size": {"height": 9, "width": 9}}, "size: longest_edge must be"),
         ("SmolVLM", {"max_image_size": {"longest_edge": 30}}, "max_image_size must be a multiple of 28"),
         ("CLIP", {"size": 30, "do_center_crop": False}, "squares of one size"),
+        ("SmolVLM", {"max_image_size": {"longest_edge": 2800}}, "2800 pixels a side are more than 64 x 28"),
+        ("Siglip", {"size": {"height": 2800, "width": 2800}}, "2800 pixels a side"),
         ("Llava", {"do_pad": True}, "do_pad = true"),
         ("Gemma4", {"max_soft_tokens": True}, "max_soft_tokens must be a number"),
     ],
@@ -239,9 +242,7 @@ def test_a_picture_that_no_patch_fits_is_refused(case: str, size: tuple[int, int
 
 
 def test_a_folder_says_how_its_pictures_are_prepared(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace(
-        model_type="mistral3", pictures=SimpleNamespace(patches=SimpleNamespace(size=14, merge=2))
-    )
+    config: Any = SimpleNamespace(model_type="mistral3", pictures=SimpleNamespace(patches=PatchConfig(14, 2)))
     assert read_pictures(tmp_path, config) == (
         None,
         ["preprocessor_config.json and processor_config.json are missing: pictures are not read"],

@@ -97,17 +97,17 @@ def text_part(whole: Whole, kind: str, family: Family) -> Family:
             return found
         try:
             return whole.pictures.config(raw, found)
-        except ConfigError as error:  # its texts are served as without pictures
-            raw.ignored.append(f"vision_config ({error})")
-            return found
+        except (ConfigError, KeyError) as error:  # its texts are served as those of a model without pictures
+            why = f"config.json lacks {error}" if isinstance(error, KeyError) else str(error)
+            return replace(found, unread_pictures=why)
 
     def rules(config: ModelConfig) -> Iterable[Rule]:
         yield from family.rules(replace(config, model_type=kind, text_type=None, pictures=None))
         if config.pictures is not None and whole.pictures is not None:
             yield from whole.pictures.rules(config)
 
-    dropped = (*family.dropped, *_DROPPED)
-    return replace(family, config=config, rules=rules, prefix=_PREFIXES, dropped=dropped)
+    dropped, spelled = (*family.dropped, *_DROPPED), {**family.spelled, "vision_tower.vision_model.": "vision_tower."}
+    return replace(family, config=config, rules=rules, prefix=_PREFIXES, dropped=dropped, spelled=spelled)
 
 
 # -- Refuses architectures that use an encoder-decoder's parts for something else than it is served for.
