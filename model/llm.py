@@ -182,7 +182,7 @@ class LLM:
         begin = self._decoder_prompt(decoder_prompt, target)
         shown = None
         if images:
-            shown = PromptPictures(self.info.name, self.checkpoint, self.tokenizer, images, len(prompts))
+            shown = PromptPictures(self.info, self.checkpoint, self.tokenizer, images, len(prompts))
         requests = []
         for place, prompt in enumerate(prompts):
             prompt, pictures = shown.put(place, prompt) if shown is not None else (prompt, [])

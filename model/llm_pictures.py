@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.model.api.request import ImageSpan, Source
+from triptych.model.api.stats import ModelInfo
 from triptych.model.checkpoint.folder import Checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.text.tokenizer import Tokenizer
@@ -21,18 +22,18 @@ class PromptPictures:
     """The pictures of one call, for each of its prompts. Raises `ConfigError` where the model reads none."""
 
     def __init__(
-        self, name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, images: Any, num_prompts: int
+        self, info: ModelInfo, checkpoint: Checkpoint, tokenizer: Tokenizer | None, images: Any, num_prompts: int
     ) -> None:
         """`images` has a list of files for each prompt: paths, or contents of files."""
         self._tokenizer = tokenizer
-        self._name = name
+        self._name = info.name
         if isinstance(images, str | bytes | Path) or not all(isinstance(one, list | tuple) for one in images):
             raise ConfigError("images: expected a list of files for each prompt")
         if len(images) != num_prompts:
             found = f"{len(images)} lists for {num_prompts} prompts"
             raise ConfigError(f"images: expected a list of files for each prompt, found {found}")
-        if checkpoint.pictures is None or checkpoint.config.pictures is None:
-            raise ConfigError(f"images: {name} does not read pictures in prompts")
+        if checkpoint.pictures is None or checkpoint.config.pictures is None or not info.reads_pictures:
+            raise ConfigError(f"images: {info.name} does not read pictures in prompts")
         self._processing, self._token_id = checkpoint.pictures, checkpoint.config.pictures.token_id
         self._images = images
 

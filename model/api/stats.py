@@ -107,6 +107,7 @@ class ModelInfo:
     state_slots: int = 0  # for the states of recurrent layers: two of each sequence, others for snapshots
     state_slot_bytes: int = 0  # of one
     cache_pools: tuple[CachePool, ...] = ()  # the first has `num_blocks`; empty: a single one without a window
+    reads_pictures: bool = False  # in prompts, as it is computed here: not on several ranks, for example
     similarity: tuple[float, float] | None = None  # of a text and an image: factor of the cosine, and what is added
     memory_bytes: int = 0  # weights, KV cache and planned scratch, on all ranks; of an adapter its matrices alone
     adapter_of: str = ""  # the model that an adapter is computed with; empty: it is a model

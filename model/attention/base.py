@@ -71,6 +71,9 @@ class AttentionMetadata:
     block_tables: Tensor | None = None  # [B, M] pool blocks of each segment; None: keys are the packed rows given
     slot_mapping: Tensor | None = None  # [T] where this step's keys go in the pool; None: nothing is written
     device_lengths: DeviceLengths | None = None  # static buffers of the caller; None: made from the lens on first use
+    # [T] of causal attention how many keys each query sees; None: those up to itself. More where a picture's tokens see
+    # each other both ways; never fewer than the query before in its segment. Triton's kernels do not read it.
+    key_ends: Tensor | None = None
 
     @cached_property
     def cu_seqlens_q(self) -> tuple[int, ...]:
@@ -109,9 +112,10 @@ class AttentionMetadata:
     def group_of(self, indices: list[int]) -> SegmentGroup:
         """These segments as one batch; their lengths must allow it."""
         q_len = self.q_lens[indices[0]]
-        kv_lens = [self.kv_lens[index] for index in indices]
+        kv_lens, ends = [self.kv_lens[index] for index in indices], self.key_ends
+        rows = self._rows(indices, self.cu_seqlens_q, q_len)
         return SegmentGroup(
-            rows=self._rows(indices, self.cu_seqlens_q, q_len),
+            rows=rows,
             key_rows=self._rows(indices, self.cu_seqlens_k, kv_lens[0]) if self.block_tables is None else None,
             segments=None if self.block_tables is None else self._tensor(indices),
             q_len=q_len,
@@ -119,6 +123,7 @@ class AttentionMetadata:
             kv_lens=self._tensor(kv_lens),
             ragged=min(kv_lens) != max(kv_lens),
             size=len(indices),
+            key_ends=None if ends is None else (ends if rows is None else ends[rows]).view(len(indices), q_len),
         )
 
     def _rows(self, indices: list[int], starts: tuple[int, ...], length: int) -> Tensor | None:
@@ -143,6 +148,7 @@ class SegmentGroup:
     kv_lens: Tensor  # [size]
     ragged: bool  # kv_lens differ
     size: int
+    key_ends: Tensor | None = None  # [size, q_len] how many keys each query sees; None: those up to itself
 
     @cached_property
     def q_positions(self) -> Tensor:
@@ -259,14 +265,14 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def visible(q_positions: Tensor, k_positions: Tensor, kv_lens: Tensor, *, causal: bool, window: int | None) -> Tensor:
-    """Which keys a query sees: `[B, Q, S]` from positions `[B, Q]`, `[S]` and lengths `[B]`."""
-    q, k = q_positions[:, :, None], k_positions[None, None, :]
-    mask = k < kv_lens[:, None, None]  # [B, 1, S]
+def visible(group: SegmentGroup, *, causal: bool, window: int | None) -> Tensor:
+    """Which keys the queries of a group see: `[B, Q, S]`."""
+    q, k = group.q_positions[:, :, None], group.k_positions[None, None, :]
+    mask = k < group.kv_lens[:, None, None]  # [B, 1, S]
     if causal:
-        mask = mask & (k <= q)
+        mask = mask & (k <= q if group.key_ends is None else k < group.key_ends[:, :, None])
     if window is not None:
-        mask = mask & ((q - k).abs() < window)
+        mask = mask & ((q - k if causal else (q - k).abs()) < window)
     return mask.expand(-1, q.shape[1], -1)
 
 

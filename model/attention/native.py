@@ -118,6 +118,10 @@ def fill_segments(segments: Segments, metadata: AttentionMetadata, cache: LayerC
         tables = _indices("block_tables", metadata.block_tables)
         segments.tables, segments.table_width = tables.data_ptr(), tables.shape[1]
         yield tables
+    if metadata.key_ends is not None:
+        ends = _indices("key_ends", metadata.key_ends)
+        segments.key_ends = ends.data_ptr()
+        yield ends
     if cache is not None and metadata.slot_mapping is not None:
         slots = _indices("slot_mapping", metadata.slot_mapping)
         segments.slots = slots.data_ptr()

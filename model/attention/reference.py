@@ -77,5 +77,5 @@ class ReferenceBackend:
             scores = softcapped(scores, config.softcap)
         if bias is not None:
             scores = scores + bias(q[None], k[None], group)[0].float()
-        mask = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
+        mask = visible(group, causal=causal, window=config.window)
         return weights_of(scores.masked_fill(~mask, float("-inf")), sinks)

@@ -87,6 +87,7 @@ def _attend(
 ) -> Tensor:
     """`[B, Q, H, D]` from q of that shape and k, v `[B, S, K, D]`."""
     plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
+    plain = plain and (group.key_ends is None or not causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
     if config.softcap is not None or sinks is not None:
         mixed = _written_out(q, k, v, config, _mask(q, k, group, causal, config, bias), sinks)
@@ -103,7 +104,7 @@ def _mask(
     q: Tensor, k: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig, bias: ScoreBias | None
 ) -> Tensor:
     """`[B, 1, Q, S]` of bool, or `[B, H, Q, S]` of scores to add."""
-    seen = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
+    seen = visible(group, causal=causal, window=config.window)
     if bias is None:
         return seen[:, None]
     scores = bias(q.transpose(1, 2), k.transpose(1, 2), group).to(q.dtype)

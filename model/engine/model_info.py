@@ -90,6 +90,7 @@ def describe_model(
         kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
         embedding_size=checkpoint.sentences.output_size(config.vector_size),
         load_seconds=0.0,
+        reads_pictures=checkpoint.pictures is not None,
         similarity=model.joint.similarity if model.joint is not None else None,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         draft_model=_draft_model(spec.engine, generate),

@@ -48,6 +48,7 @@ class Segments(ctypes.Structure):
         ("kv_lens", c_void_p),
         ("tables", c_void_p),
         ("slots", c_void_p),
+        ("key_ends", c_void_p),
     )
 
 

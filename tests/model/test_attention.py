@@ -206,17 +206,44 @@ def test_the_pool_gives_back_what_was_written_where_it_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("causal", "window", "expected"),
+    ("causal", "window", "ends", "expected"),
     [
-        (True, None, ["1110", "1111"]),  # two queries, the last two of four keys
-        (True, 2, ["0110", "0011"]),  # itself and one before
-        (True, 1, ["0010", "0001"]),
-        (False, None, ["1111", "1111"]),
+        (True, None, None, ["1110", "1111"]),  # two queries, the last two of four keys
+        (True, 2, None, ["0110", "0011"]),  # itself and one before
+        (True, 1, None, ["0010", "0001"]),
+        (False, None, None, ["1111", "1111"]),
+        (True, None, [4, 4], ["1111", "1111"]),  # both of one picture
+        (True, 2, [4, 4], ["0111", "0011"]),
     ],
 )
-def test_which_keys_a_query_sees(causal: bool, window: int | None, expected: list[str]) -> None:
-    seen = visible(torch.tensor([[2, 3]]), torch.arange(4), torch.tensor([4]), causal=causal, window=window)
+def test_which_keys_a_query_sees(causal: bool, window: int | None, ends: list[int] | None, expected: list[str]) -> None:
+    metadata = AttentionMetadata((2,), (4,), causal, key_ends=None if ends is None else torch.tensor(ends))
+    (group,) = metadata.groups
+    seen = visible(group, causal=causal, window=window)
     assert ["".join(str(int(key)) for key in row) for row in seen[0]] == expected
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("backend", FAST, ids=lambda backend: backend.name)
+def test_pictures_are_seen_both_ways(backend: AttentionBackend, window: int | None) -> None:
+    """Check pictures at the begin, in the middle and at the end of chunks, longer than what is computed together."""
+    config = AttentionConfig(HEADS, 2, DIM, DIM**-0.5, window=window)
+    shapes = [(50, 61), (1, 9), (7, 7), (5, 20)]
+    pictures = [(11, 30), (40, 58)], [], [(2, 7)], [(15, 16)]
+    ends = [
+        max((stop for start, stop in spans if start <= at < stop), default=at + 1)
+        for (q_len, kv_len), spans in zip(shapes, pictures, strict=True)
+        for at in range(kv_len - q_len, kv_len)
+    ]
+    torch.manual_seed(0)
+    layer, tables, slots = pool_with_past(config, shapes)
+    q, k, v = torch.randn(sum(q for q, _ in shapes), HEADS, DIM), *torch.randn(2, len(ends), 2, DIM)
+    lens = tuple(q for q, _ in shapes), tuple(kv for _, kv in shapes)
+    given = (q, k, v, layer, AttentionMetadata(*lens, True, CPU, tables, slots, key_ends=torch.tensor(ends)), config)
+    expected = ReferenceBackend().forward(*given)
+    torch.testing.assert_close(backend.forward(*given), expected, rtol=0, atol=1e-5)
+    plain = AttentionMetadata(*lens, True, CPU, tables, slots)
+    assert (ReferenceBackend().forward(q, k, v, layer, plain, config) - expected).abs().max() > 0.1
 
 
 def test_scales_are_quotients_of_tensors() -> None:

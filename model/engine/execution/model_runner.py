@@ -25,7 +25,7 @@ from triptych.model.engine.execution.batch import BatchLayout, pack
 from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs
-from triptych.model.engine.execution.pictures import PictureStore, picture_parts, turn_positions
+from triptych.model.engine.execution.pictures import PictureStore, key_ends, picture_parts, turn_positions
 from triptych.model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from triptych.model.engine.execution.step_logits import StepLogits, needed_rows
 from triptych.model.engine.execution.step_program import StepPlan, StepProgram
@@ -137,6 +137,7 @@ class ModelRunner:
         group = self._ranks.group if self._ranks is not None else None
         self._program = StepProgram(model, cache, graphs, group, encoder_graphs, mixed_graphs, pictures)
         self._pictures = pictures
+        self._both_ways = model.config.pictures is not None and model.config.pictures.both_ways
         self._ruled = model.config.generation != _NO_RULES
         self.unrecorded = dict(unrecorded or {})
         self.device = cache.device
@@ -251,6 +252,7 @@ class ModelRunner:
             source_adapters=tuple(self.model.lora.get(one.request.model) for one in new) if adapters else (),
             pictures=pictures,
             coordinates=coordinates,
+            key_ends=key_ends(steps) if pictures and self._both_ways else None,
         )
         return plan, slices, probed
 

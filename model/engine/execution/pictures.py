@@ -121,6 +121,17 @@ class PictureStore:
                 rows -= len(self._known.pop(key))
 
 
+def key_ends(steps: Sequence[ScheduledSequence]) -> Tensor:
+    """Return how many keys each row of a packed step sees `[T]`: those of a picture all of its rows."""
+    found: list[NDArray[np.int64]] = []
+    for step in steps:
+        ends = np.arange(step.start + 1, step.start + step.num_tokens + 1)
+        for span in step.sequence.request.images:
+            ends[max(0, span.start - step.start) : max(0, span.stop - step.start)] = span.stop
+        found.append(ends)
+    return torch.from_numpy(np.concatenate(found))
+
+
 # -- Positions of three coordinates: time, row and column. Those of a text count on, all three alike. A picture begins
 # after them with its rows and columns, and what comes after it goes on from the largest.
 

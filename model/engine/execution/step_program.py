@@ -64,6 +64,7 @@ class StepPlan:
     source_adapters: tuple[LoraAdapter | None, ...] = ()  # of each source; empty: none has one
     pictures: tuple[PicturePart, ...] = ()  # whose rows take the place of tokens' vectors; on one rank only
     coordinates: Tensor | None = None  # [3, T] of positions, where they differ; on one rank only
+    key_ends: Tensor | None = None  # [T] how many keys each row sees, where it is not those up to itself; likewise
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -232,7 +233,9 @@ class StepProgram:
         if plan.num_known and tokens is not None:
             fill_placeholders(step, tokens)
         q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
-        metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven)
+        metadata, *others = self._metadata(
+            q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven, key_ends=plan.key_ends
+        )
         inputs = StackInput(
             step.ids,
             step.positions,
@@ -254,7 +257,14 @@ class StepProgram:
         return Transformer.decode(self._model, inputs, self._cache, cross)
 
     def _metadata(
-        self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], step: StepBatch, *, causal: bool, uneven: bool
+        self,
+        q_lens: tuple[int, ...],
+        kv_lens: tuple[int, ...],
+        step: StepBatch,
+        *,
+        causal: bool,
+        uneven: bool,
+        key_ends: Tensor | None = None,
     ) -> list[AttentionMetadata]:
         """Return the metadata of self attention, or of cross attention (not causal), for each pool."""
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
@@ -271,7 +281,8 @@ class StepProgram:
         device = self._cache.device
         return [
             AttentionMetadata(
-                q_lens, kv_lens, causal, device, tables[pool], None if slots is None else slots[pool], lengths
+                *(q_lens, kv_lens, causal, device, tables[pool], None if slots is None else slots[pool], lengths),
+                key_ends=key_ends,
             )
             for pool in range(len(tables))
         ]

@@ -74,6 +74,20 @@ class PictureSteps:
                 return max(0, span.start - start)
         return num_tokens
 
+    def uncut(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Return as many of the next `num_tokens` tokens as cut no picture whose rows see each other."""
+        start = sequence.num_computed_tokens
+        for span in sequence.request.images if self._both_ways else ():
+            if span.start < start + num_tokens < span.stop:
+                return max(0, span.start - start)
+        return num_tokens
+
+    def least(self, sequence: SequenceState) -> int:
+        """Return how many tokens a step computes of a prompt at least: one, or the rest of an uncut picture."""
+        start = sequence.num_computed_tokens
+        spans = sequence.request.images if self._both_ways else ()
+        return next((span.stop - start for span in spans if span.start <= start < span.stop), 1)
+
     def end(self) -> None:
         """Forget what is kept beyond the room for it, the least recently used first, as the runner does."""
         rows = sum(self.kept.values())

@@ -173,7 +173,7 @@ class Scheduler:
                 num_tokens = self._continue(output, sequence, num_tokens)
             else:
                 self._put(output, sequence, num_tokens)
-            budget -= num_tokens
+            budget -= min(num_tokens, available)  # a picture that is not cut takes no decode's place
         # A search that was preempted because of its last beam takes the others with it.
         output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
         return budget, self.num_preemptions > before
@@ -184,13 +184,14 @@ class Scheduler:
         A windowed pool may have room for fewer. It computes none if it is preempted, or if it is a prompt and the rest
         of the step leaves it no block.
         """
-        fitting = self.block_manager.fitting(sequence, num_tokens)
+        fitting = self.pictures.uncut(sequence, self.block_manager.fitting(sequence, num_tokens))
         if not fitting and num_tokens > 1 and output.scheduled:
             return 0
-        if not self._make_room(sequence, max(1, fitting)):
+        wanted = fitting or self.pictures.least(sequence)
+        if not self._make_room(sequence, wanted):
             return 0
-        self._allocate(output, sequence, max(1, fitting))
-        return max(1, fitting)
+        self._allocate(output, sequence, wanted)
+        return wanted
 
     def _make_room(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Preempt the last sequence in order until `sequence` fits; return False if that was itself."""
@@ -286,7 +287,7 @@ class Scheduler:
         if sequence.request.images:
             most = self.max_num_batched_tokens - output.num_decoder_tokens
             num_tokens = self.pictures.reach(output, sequence, num_tokens, most)
-        num_tokens = self.block_manager.fitting(sequence, num_tokens)
+        num_tokens = self.pictures.uncut(sequence, self.block_manager.fitting(sequence, num_tokens))
         if num_tokens < 1 or not self.block_manager.can_allocate(sequence, num_tokens):
             return 0
         self._allocate(output, sequence, num_tokens)

@@ -21,6 +21,8 @@ typedef struct {
     const int64_t *q_starts, *k_starts, *kv_lens;
     const int64_t *tables; /* [segments][table_width] block numbers, or null */
     const int64_t *slots;  /* [rows] where this step's keys and values are written, or null */
+    const int64_t *key_ends; /* [rows] of causal attention how many keys each sees, never fewer than the row before in its
+                              * segment; null: those up to itself */
 } Segments;
 
 /* What one attention computes: softmax(softcap(q k^T * scale) + bias) v. Query head h reads the keys of head

@@ -28,12 +28,18 @@ INLINE int64_t first_position(const KeySource *s) {
     return s->segments->kv_lens[s->segment] - (starts[1] - starts[0]);
 }
 
+/* The end of the keys that the query at `position` of causal attention sees. */
+INLINE int64_t causal_end(const KeySource *s, int64_t position) {
+    const Segments *g = s->segments;
+    return g->key_ends ? g->key_ends[g->q_starts[s->segment] + position - first_position(s)] : position + 1;
+}
+
 /* Keys [from, to) that the query at `position` sees. */
 INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, int64_t *to) {
     int64_t window = s->shape->window;
     *from = window ? max_i64(0, position - window + 1) : 0;
     *to = s->segments->kv_lens[s->segment];
-    if (s->segments->causal) *to = min_i64(*to, position + 1);
+    if (s->segments->causal) *to = min_i64(*to, causal_end(s, position));
     else if (window) *to = min_i64(*to, position + window);
 }
 

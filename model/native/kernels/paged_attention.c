@@ -237,7 +237,8 @@ INLINE void add_visible_values(int rows, int64_t at, const int64_t *from, const 
 
 /* The end of the keys that row `row` and the next QUERY_ROWS - 1 rows see. */
 INLINE int64_t seen_end(const QueryTile *t, int64_t row) {
-    return t->source->segments->causal ? min_i64(t->to, t->position + min_i64(row + QUERY_ROWS, t->rows)) : t->to;
+    if (!t->source->segments->causal) return t->to;
+    return min_i64(t->to, causal_end(t->source, t->position + min_i64(row + QUERY_ROWS, t->rows) - 1));
 }
 
 /* Fill the scores of up to QUERY_ROWS rows from `row` on with keys [first, last), which begin a group. */
@@ -331,7 +332,7 @@ INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *
     for (tile.head = kv_head * per; tile.head < (kv_head + 1) * per; tile.head++)
         for (int64_t row = first; row < last; row += SHARED_ROWS) {
             tile.rows = min_i64(SHARED_ROWS, last - row), tile.position = offset + row;
-            tile.to = s->segments->causal ? min_i64(to, offset + row + tile.rows) : to;
+            tile.to = s->segments->causal ? min_i64(to, causal_end(s, tile.position + tile.rows - 1)) : to;
             for (int r = 0; r < tile.rows; r++) {
                 const float *query = in->queries + (start + row + r) * in->query_stride + tile.head * dim;
                 for (int64_t i = 0; i < padded; i++) tile.q[r * padded + i] = i < dim ? query[i] : 0.0f;
