@@ -48,6 +48,7 @@ from triptych.service.routes import (
     responses,
     text2text,
     tokens,
+    usage,
 )
 from triptych.service.settings.api_keys import KeyRing
 from triptych.service.settings.service_settings import ServiceSettings
@@ -56,7 +57,7 @@ from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
     *(generate, encode, openai, responses, messages, ollama, huggingface, ranking, pipelines, text2text, images, audio),
-    *(batch_routes, decisions, llama_cpp, tokens, operations, models, playground, docs),
+    *(batch_routes, decisions, llama_cpp, tokens, operations, models, usage, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
 
@@ -102,7 +103,10 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await service.start()
-            works = (ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models())
+            works = (
+                *(ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models()),
+                service.tenants.usage.write_forever(),
+            )
             background = [asyncio.create_task(work) for work in works]
             if batches is not None:
                 background.append(asyncio.create_task(batches.runner.run()))
@@ -114,7 +118,7 @@ def create_app(
             await asyncio.to_thread(speech.close)
             await service.close()
 
-    accounts = Accounts(metrics, TABLE)
+    accounts = Accounts(metrics, TABLE, service.tenants.metrics)
     origins = CrossOrigins(settings.cors_origins)
     sites = Sites(origins, settings.allowed_hosts if settings.checks_host else None)
     guard = Guard(TABLE, settings.limits, keys, admins, sites)
@@ -123,7 +127,7 @@ def create_app(
         middleware=[
             *([Middleware(CorsMiddleware, origins=origins)] if origins else []),
             Middleware(ContextMiddleware, accounts=accounts, is_closing=lambda: service.is_draining),
-            Middleware(GuardMiddleware, guard=guard, limits=settings.limits, quotas=service.quotas),
+            Middleware(GuardMiddleware, guard=guard, limits=settings.limits, quotas=service.tenants.quotas),
             Middleware(HeadMiddleware),
         ],
     )

@@ -80,10 +80,10 @@ SERVICE = """
     chat/chat_template  : core/context_bound core/errors chat/template_files chat/render_pool
     core                : model/errors model/api model/config model/system model/gguf model/text model/checkpoint
                           chat/chat_template chat/template_files chat/render_pool
-    tenants             : settings settings/tenant core
     images              : model/errors model/vision sandbox core
     schemas             : model/api settings core
     observability       : model/errors model/api model/system settings core
+    tenants             : settings settings/tenant core observability
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/checkpoint settings sandbox images core schemas
                           planning/outputs
@@ -96,14 +96,14 @@ SERVICE = """
     speech              : model/errors model/api model/text model/checkpoint model/speech settings sandbox core schemas
                           observability planning lifecycle http
                           dialects
-    routes              : model/errors model/api model/checkpoint model/pretrained core schemas observability
+    routes              : model/errors model/api model/checkpoint model/pretrained core schemas observability tenants
                           planning/outputs planning lifecycle speech chat http dialects
     batches             : model/errors settings core schemas observability lifecycle http
     app                 : settings core observability lifecycle http speech routes batches
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           sandbox observability planning lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/system model/checkpoint model/names settings sandbox core
-                          observability lifecycle http runtimes
+                          observability tenants lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/engine/planning model/llm model/names
                           model/native model/pretrained model/quantization settings

@@ -124,7 +124,8 @@ def test_only_monotonic_clocks_decide_anything() -> None:
             if isinstance(node, ast.Attribute) and node.attr in clocks and ast.unparse(node) in _TIME_OF_DAY:
                 readers.add(name)
     # `created`, a chat template's date, when a model unloads, the times of spans and of vLLM's gauge of adapters;
-    # how old a file is by its own times; files and batches, whose dates outlive a process; whether a key has expired
+    # how old a file is by its own times; files and batches, whose dates outlive a process; whether a key has expired,
+    # the hour of usage
     shown = {
         "model/checkpoint/content.py",
         "service/batches/store.py",
@@ -132,6 +133,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
         "service/lifecycle/state.py",
         "service/chat/render_main.py",
         "service/settings/key_lines.py",
+        "service/tenants/usage.py",
         "service/dialects/ollama_info.py",
         "service/observability/metric_parts.py",
         "service/observability/telemetry.py",

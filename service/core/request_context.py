@@ -35,6 +35,8 @@ class RequestContext:
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0  # of the input, found in the prefix cache
+    audio_seconds: float = 0.0  # of the files that it sent
+    images: int = 0
     running: int = 0  # sequences of the model that ran when the first output came
     phases_ms: tuple[float, float, float] | None = None  # in the queue, prefill and decode; None: no output came
     accepted: bool = False  # by the engine; until then the request can be rejected

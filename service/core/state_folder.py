@@ -29,18 +29,24 @@ _MOST_TOGETHER = 256  # pieces of work in one transaction
 
 
 class Database:
-    """An SQLite database that one thread of this process reads and writes."""
+    """An SQLite database that one thread of this process reads and writes; one in memory needs no thread."""
 
     def __init__(self, file: Path | None) -> None:
         """Open `file`, or a database in memory. Raises `ConfigError`."""
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._file = file
         try:
-            self._connection = self._open()
+            self._opened: sqlite3.Connection | None = self._open()
         except sqlite3.Error as error:
             raise ConfigError(f"state_dir: {file} cannot be opened as an SQLite database: {error}") from None
         self._thread: threading.Thread | None = None
-        self._closed = False
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        """The connection, opened again after `close`."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
 
     def _open(self) -> sqlite3.Connection:
         name = ":memory:" if self._file is None else str(self._file)
@@ -85,8 +91,9 @@ class Database:
         Work that raises is undone, and only it.
         """
         future: Future[T] = Future()
-        if self._closed:
-            raise RuntimeError("the database is closed")
+        if self._file is None:
+            self._commit([(work, future)])
+            return future
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="triptych-state", daemon=True)
             self._thread.start()
@@ -99,12 +106,14 @@ class Database:
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
-        """Finish all work and close the database."""
-        self._closed = True
+        """Finish all work and close the database; later work opens it again."""
+        if self._file is None or self._opened is None:
+            return
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
-        self._connection.close()
+        self._opened.close()
+        self._thread = self._opened = None
 
     def _work(self) -> None:
         ends = False

@@ -21,13 +21,15 @@ from triptych.service.observability.logs import access
 from triptych.service.observability.metrics import Metrics
 from triptych.service.settings.service_settings import Limits
 from triptych.service.tenants.quotas import Quotas
+from triptych.service.tenants.tenancy import TenantMetrics
 
 
 class Accounts:
     """The contexts, counts and access log of requests."""
 
-    def __init__(self, metrics: Metrics, table: RouteTable) -> None:
+    def __init__(self, metrics: Metrics, table: RouteTable, tenants: TenantMetrics) -> None:
         self._metrics = metrics
+        self._tenants = tenants
         self._table = table
 
     def context(self, scope: Scope) -> RequestContext:
@@ -53,6 +55,7 @@ class Accounts:
         """Count a request as rejected if it was not accepted, log it, and release what it holds."""
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
+            self._tenants.rejected(context)
         self._metrics.replied(self._table.path_of(scope["path"]), scope["method"], context.status)
         access(context, scope["method"], scope["path"])
         context.begin_reply()

@@ -9,6 +9,7 @@ from typing import Self
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.processing import ImageProcessing
 from triptych.service.core.errors import no_room
+from triptych.service.core.request_context import current
 from triptych.service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _WORKERS = 2
@@ -105,4 +106,6 @@ class RequestImages:
         """
         pixels, found = await self._pool.prepare(data, processing, self._left)
         self._left -= found
+        if (context := current()) is not None:
+            context.images += 1
         return pixels

@@ -26,6 +26,7 @@ from triptych.service.lifecycle.model_loader import ModelLoader
 from triptych.service.settings import sources
 from triptych.service.settings.resolve import engine_config
 from triptych.service.settings.service_settings import ModelSettings
+from triptych.service.tenants.usage import Found, Question
 
 # -- Orders of operators to load models, checked against the settings. An order names a known model, or a new one with a
 # path: a folder in `models_dir`, a model of the Hub, or, if `load_from` lists `any`, any folder of the machine.
@@ -220,6 +221,9 @@ class Replicas(Protocol):
 
     async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response that another replica keeps; `TimeoutError` if none has it and one did not answer."""
+
+    async def usage(self, question: Question) -> list[Found]:
+        """Return what the other replicas know of usage; `TimeoutError` if one did not answer."""
 
     async def forget(self, tenant: str, response_id: str) -> int:
         """Drop a stored response on the other replicas, and return how many kept it; `TimeoutError` as `stored`."""

@@ -16,7 +16,7 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.request_context import RequestContext
 from triptych.service.observability.metrics import Metrics
 from triptych.service.observability.telemetry import Telemetry
-from triptych.service.tenants.quotas import Quotas
+from triptych.service.tenants.tenancy import Tenancy
 
 _BY_SEVERITY = (
     FinishReason.ERROR,
@@ -116,10 +116,10 @@ class Jobs:
     """All accepted requests that have not ended, and the number of requests in progress."""
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, telemetry: Telemetry | None = None, quotas: Quotas | None = None
+        self, client: EngineClient, metrics: Metrics, telemetry: Telemetry | None = None, tenants: Tenancy | None = None
     ) -> None:
         self._client = client
-        self._quotas = quotas or Quotas()
+        self._tenants = tenants
         self._metrics = metrics
         self._telemetry = telemetry
         self._running: dict[Job, None] = {}
@@ -149,8 +149,8 @@ class Jobs:
 
     async def reserve(self, context: RequestContext, output_tokens: int = 0) -> None:
         """Reserve the tokens of a request in its key's quota, before it is submitted; raises an `ApiError` 429."""
-        if context.tenant.tokens_per_minute is not None:
-            await self._quotas.reserve(context, output_tokens)
+        if self._tenants is not None and context.tenant.tokens_per_minute is not None:
+            await self._tenants.quotas.reserve(context, output_tokens)
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: Closable | None = None) -> Job:
         """Open a job for a request that an engine has or will get. The caller closes it."""
@@ -200,6 +200,9 @@ class Jobs:
         if job.context.accepted and job.outcome is not None:
             job.context.outcome = job.outcome.value
             timings = job.timings()
+            if self._tenants is not None:
+                seconds = (timings.prefill_ms + timings.decode_ms) / 1000 if job.has_output else 0.0
+                self._tenants.ended(job.context, job.outcome.value, seconds)
             if job.has_output:
                 job.context.phases_ms = (timings.queue_ms, timings.prefill_ms, timings.decode_ms)
             self._metrics.ended(job.context, job.outcome, timings, job.has_output)

@@ -36,7 +36,8 @@ from triptych.service.planning.response_format import GrammarChecker
 from triptych.service.planning.tokenization import TokenizerThreads
 from triptych.service.sandbox import confinement
 from triptych.service.settings.service_settings import ServiceSettings
-from triptych.service.tenants.quotas import Quotas
+from triptych.service.tenants.tenancy import Tenancy
+from triptych.service.tenants.usage import Found, Question
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ class Service:
         self.version = version()
         self.telemetry = Telemetry.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
         self.writes = WriteBatch()  # shared by all streams
-        self.quotas = Quotas()
-        self.jobs = Jobs(client, metrics, self.telemetry, self.quotas)
+        self.state_folder = StateFolder.of(settings.state_dir, shared=replicas is not None)
+        self.tenants = Tenancy(self.state_folder, metrics)
+        self.jobs = Jobs(client, metrics, self.telemetry, self.tenants)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.body_threads = Threads(1, "triptych-bodies")  # parsing holds the GIL, so more threads would not help
         self.confinement = confinement.support()
@@ -81,7 +83,6 @@ class Service:
         limits = self.limits
         self.images = ImagePool(limits.image_decode_s, limits.max_image_pixels, limits.max_image_held_bytes)
         self.encode_planner = EncodePlanner(models, client, limits, self.threads)
-        self.state_folder = StateFolder.of(settings.state_dir, shared=replicas is not None)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())
         watched = settings.models.models_dir if reader is not None else ""
@@ -125,6 +126,7 @@ class Service:
         await asyncio.to_thread(self.grammars.close)
         await asyncio.to_thread(self.images.close)
         await self.client.close()
+        await self.tenants.usage.close()
         if self.state_folder is not None:
             await asyncio.to_thread(self.state_folder.close)
         if self.telemetry is not None:
@@ -182,6 +184,16 @@ class Service:
             return await self._replicas.forget(tenant, response_id) > 0
         except TimeoutError:
             raise unavailable("a replica that may keep the response did not answer", "not_live") from None
+
+    async def usage(self, question: Question) -> list[Found]:
+        """Return what each replica knows of usage, this one last; 503 if one did not answer."""
+        found: list[Found] = []
+        if self._replicas is not None:
+            try:
+                found = await self._replicas.usage(question)
+            except TimeoutError:
+                raise unavailable("a replica that may have counted usage did not answer", "not_live") from None
+        return [*found, await self.tenants.usage.find(question)]
 
     def model_info(self, name: str) -> ModelInfo:
         """Return the engine's description of a served model; raises a 503 while it is not loaded."""

@@ -62,6 +62,8 @@ def access(context: RequestContext, method: str, path: str) -> None:
     method, milliseconds = method[:16], round((time.monotonic() - context.started) * 1000, 1)
     outcome = context.outcome or context.rejection
     text = f"{method} {shown} {context.status} {milliseconds} ms"
+    if context.tenant.name:
+        text += f" by {context.tenant.name}"
     if context.model:
         text += f" {context.model} {context.tokens_in} in {context.tokens_out} out {outcome}"
     phases, parts = context.phases_ms, {}
@@ -81,6 +83,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
         "tokens_in": context.tokens_in,
         "tokens_out": context.tokens_out,
         "outcome": outcome,
+        **({"tenant": context.tenant.name} if context.tenant.name else {}),
         **parts,
     }
     _access.handle(record)

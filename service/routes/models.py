@@ -25,7 +25,7 @@ _ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
 @routes.get("/models", "Models that are loaded or can be", replies("All known models.", ModelStates), errors=(403,))
 async def models(request: Request) -> Response:
     """Lists each model with its state, its memory and where it comes from. Needs an admin key."""
-    service = _service(request)
+    service = require_admin(request)
     reply = {
         "models": [asdict(entry) for entry in await service.fleet.entries()],
         "memory_bytes": service.loader.memory_used,
@@ -50,7 +50,7 @@ async def load(request: Request) -> Response:
     Loading continues when the client disconnects; /models/unload stops it. A reply is sent after `request_timeout_s`
     at the latest.
     """
-    service = _service(request)
+    service = require_admin(request)
     body = await read_body(request, LoadBody)
     service.check_not_draining()
     order = LoadOrder(body.name, body.path, body.settings, body.pinned, body.adapter_of)
@@ -73,7 +73,7 @@ async def unload(request: Request) -> Response:
     Unloading a model that is being loaded stops the loading. A model of `--models-dir` becomes available again: the
     next request for it loads it.
     """
-    service = _service(request)
+    service = require_admin(request)
     body = await read_body(request, UnloadBody)
     before = next((entry for entry in await service.fleet.entries() if entry.name == body.name), None)
     if before is None:
@@ -101,7 +101,7 @@ async def load_lora_adapter(request: Request) -> Response:
     Without `base_model_name` it is for the only model, or the only one that generates. An adapter that
     `load_inplace` replaces is unloaded once the new folder has been read.
     """
-    service = _service(request)
+    service = require_admin(request)
     body = await read_body(request, LoraBody)
     service.check_not_draining()
     await _load_adapter(service, body)
@@ -144,7 +144,7 @@ def _only_base(models: Models) -> str:
 )
 async def unload_lora_adapter(request: Request) -> Response:
     """Unloads an adapter as /models/unload does. Needs an admin key."""
-    service = _service(request)
+    service = require_admin(request)
     body = await read_body(request, UnloadLoraBody)
     known = service.models.get(body.lora_name)
     if known is None or known.spec.adapter_of is None or known.served is None:
@@ -162,11 +162,11 @@ async def _finished(service: Service, work: asyncio.Task[None]) -> None:
     work.result()
 
 
-def _service(request: Request) -> Service:
+def require_admin(request: Request) -> Service:
     """Return the service; raises a 403 if these routes are off. `Guard` has checked the key."""
     service = service_of(request)
     if not service.settings.has_admin:
-        message = "models are loaded and unloaded by request only with an admin key: set --admin-key"
+        message = "this route is for operators and is off: start the service with --admin-key or --admin-key-file"
         raise forbidden(message, "admin_disabled")
     return service
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from triptych.service.core.models_folder import NAME_PATTERN
@@ -272,6 +272,33 @@ class ModelCard(Reply):
 class ModelsReply(Reply):
     object: Literal["list"] = Field("list", description="As in OpenAI's API.", examples=["list"])
     data: list[ModelCard] = Field(description="The loaded models.")
+
+
+class UsageSums(Reply):
+    """What was used; a group has its labels, such as `tenant`, as well."""
+
+    model_config = ConfigDict(extra="allow")
+
+    requests: int = Field(description="Accepted requests that ended.", examples=[12])
+    prompt_tokens: int = Field(description="Tokens of prompts and inputs.", examples=[3400])
+    cached_tokens: int = Field(description="Those of them that the prefix cache had.", examples=[1200])
+    completion_tokens: int = Field(description="Generated tokens.", examples=[870])
+    audio_seconds: float = Field(description="Seconds of audio files.", examples=[0.0])
+    images: int = Field(description="Image files.", examples=[0])
+    engine_seconds: float = Field(description="Seconds from first being scheduled to the end.", examples=[9.5])
+
+
+class UsageReply(Reply):
+    object: Literal["list"] = Field("list", description="As in OpenAI's API.", examples=["list"])
+    from_: str = Field(alias="from", description="The first hour.", examples=["2027-01-31T00:00:00Z"])
+    to: str = Field(description="The end, which is not included.", examples=["2027-02-01T00:00:00Z"])
+    is_stored: bool = Field(
+        description="Whether usage survives a restart (`--state-dir`); if not, it begins with the service.",
+        examples=[True],
+    )
+    by: list[str] = Field(description="The labels of the groups.", examples=[["tenant"]])
+    data: list[UsageSums] = Field(description="The groups.")
+    total: UsageSums = Field(description="The sum of all groups.")
 
 
 # -- Bodies and replies of the routes that load and unload models.

@@ -73,6 +73,7 @@ class RunningTranscription:
         """
         self._context = context
         context.model, context.tokens_in = self.plan.served.name, self.plan.num_positions
+        context.audio_seconds = self.plan.seconds
         try:
             await self._jobs.reserve(context)
             self._task = asyncio.create_task(self._run())

@@ -95,7 +95,7 @@ def test_a_place_is_given_back_at_the_end_of_a_request_however_it_ends(tmp_path:
         return [one.status_code for one in (*beyond, *again)]
 
     assert run(app, work) == [429, 200, 200, 400]
-    places = app.service.quotas._allowances["name:alice", "concurrent"]
+    places = app.service.tenants.quotas._allowances["name:alice", "concurrent"]
     assert places.left(0.0) == 2
 
 
@@ -104,7 +104,7 @@ def test_what_was_reserved_is_replaced_by_what_was_used(tmp_path: Path) -> None:
 
     def left(**fields: Any) -> int:
         ask(app, "POST", "/generate", json=BODY | fields, headers=key("a"))
-        return app.service.quotas._allowances["name:alice", "tokens"].left(0.0)
+        return app.service.tenants.quotas._allowances["name:alice", "tokens"].left(0.0)
 
     before = left()
     assert before == 1000 - 7

@@ -61,6 +61,7 @@ from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
 from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from triptych.service.sandbox import confinement
 from triptych.service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
+from triptych.service.tenants.usage import Found, Question
 
 _LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # in addition to the engines' queues: health, metrics, requests that the service will refuse
@@ -126,6 +127,10 @@ class Replica:
         """Return the response of a tenant and an id that this replica keeps."""
         return None if caller == _replica_id() else self._service.responses.get(*wanted)
 
+    async def usage(self, question: Question, caller: str) -> Found | None:
+        """Return what this replica knows of usage."""
+        return None if caller == _replica_id() else await self._service.tenants.usage.find(question)
+
     async def forget(self, dropped: tuple[str, str], caller: str) -> int:
         """Drop the stored response of a tenant and an id; return how many were kept."""
         return 0 if caller == _replica_id() else int(self._service.responses.drop(*dropped))
@@ -165,14 +170,18 @@ class _Siblings:
         """Return a response that another replica keeps."""
         return next(iter(await self._asked("stored", (tenant, response_id))), None)
 
+    async def usage(self, question: Question) -> list[Found]:
+        """Return what the other replicas know of usage; raises `TimeoutError` if one did not answer."""
+        return await self._asked("usage", question, all_of_them=True)
+
     async def forget(self, tenant: str, response_id: str) -> int:
         """Drop a stored response on the other replicas; return how many kept it."""
         return sum(await self._asked("forget", (tenant, response_id)))
 
-    async def _asked(self, method: str, argument: object) -> list[Any]:
+    async def _asked(self, method: str, argument: object, *, all_of_them: bool = False) -> list[Any]:
         """Call a method of all other replicas, and return what is not empty of their answers.
 
-        Raises `TimeoutError` if there is nothing and a replica did not answer.
+        Raises `TimeoutError` if a replica did not answer and there is nothing, or all answers are needed.
         """
         try:
             async with asyncio.timeout(_ASK_SECONDS):
@@ -181,7 +190,7 @@ class _Siblings:
             raise TimeoutError from error
         given = [one for one in answers if not isinstance(one, BaseException)]
         found = [one for one in given if one]
-        if not found and len(given) < len(answers):
+        if (all_of_them or not found) and len(given) < len(answers):
             raise TimeoutError
         return found
 

@@ -1,0 +1,232 @@
+"""What the holders of keys have used, by hour, name, model and kind of request.
+
+A request that an engine accepted counts when it ends: with the tokens that its reply's `usage` has, or with those that
+there were until then if it broke off. Sums are added to the database every two seconds; until then they are in a
+journal (`triptych.service.tenants.usage_journal`). Without a state folder all of it is in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from triptych.service.core.request_context import RequestContext
+from triptych.service.core.state_folder import Database, StateFolder
+from triptych.service.tenants.usage_journal import Journal, leftovers
+
+HOUR: Final = 3600
+_FLUSH_SECONDS = 2.0
+_KEEP_HOURS = 400 * 24
+_FOLDER = "usage"
+_MOST_ROWS = 100_000  # of a reply
+
+logger = logging.getLogger(__name__)
+
+
+class Amounts(NamedTuple):
+    """What was used; the fields are columns of the database, and fields of replies."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    audio_seconds: float = 0.0
+    images: int = 0
+    engine_seconds: float = 0.0
+
+
+class Row(NamedTuple):
+    """What was used within an hour, in one group."""
+
+    hour: int  # since 1970
+    tenant: str
+    model: str
+    task: str
+    amounts: Amounts
+
+
+Key = tuple[int, str, str, str]
+Sums = dict[Key, Amounts]
+GROUPS: Final = {  # what `by` may name: a column, or what is made of one
+    "tenant": "tenant",
+    "model": "model",
+    "task": "task",
+    "hour": f"hour * {HOUR}",
+    "day": f"hour / 24 * {24 * HOUR}",
+}
+_FIELDS = Amounts._fields
+_SCHEMA = (
+    "CREATE TABLE usage (hour INTEGER, tenant TEXT, model TEXT, task TEXT, "
+    + ", ".join(f"{name} NUMERIC NOT NULL" for name in _FIELDS)
+    + ", PRIMARY KEY (hour, tenant, model, task)) WITHOUT ROWID;"
+    "CREATE TABLE usage_journals (name TEXT PRIMARY KEY) WITHOUT ROWID;"
+    "CREATE TABLE usage_id (id TEXT PRIMARY KEY)",
+)
+_ADD = (
+    f"INSERT INTO usage VALUES ({', '.join('?' * (4 + len(_FIELDS)))}) ON CONFLICT (hour, tenant, model, task) "
+    f"DO UPDATE SET {', '.join(f'{name} = {name} + excluded.{name}' for name in _FIELDS)}"
+)
+
+
+class Found(NamedTuple):
+    """The answer of one replica to a question."""
+
+    database: str  # its id: replicas of one machine share one
+    rows: list[tuple[list[str | int], Amounts]]
+
+
+class Question(NamedTuple):
+    """A question about usage: from one hour to before another, in groups."""
+
+    begin: int
+    end: int
+    by: tuple[str, ...]
+
+
+class Usage:
+    """The usage of all tenants, as this process and its database know it."""
+
+    def __init__(self, folder: StateFolder | None) -> None:
+        """Raises `ConfigError`."""
+        self.since = int(time.time())
+        self._db = folder.db if folder is not None else Database(None)
+        self._folder: Path | None = None if folder is None else folder.path / _FOLDER
+        self._db.upgrade("usage", _SCHEMA)
+        self._sums: Sums = {}
+        self._journal: Journal | None = None  # of these sums
+        self._pending: tuple[Sums, Journal | None] | None = None  # that are being added to the database
+        self._copied: list[str] = []  # journals that are in the database and deleted
+        self._lock = asyncio.Lock()
+        self._failing = False
+        self.id = self._db.submit(_own_id).result()
+        if self._folder is not None:
+            for name, rows in leftovers(self._folder, Row):
+                self._db.submit(_addition(name, _summed(rows))).result()
+        self._db.submit(
+            lambda db: db.execute("DELETE FROM usage WHERE hour < ?", (self.hour() - _KEEP_HOURS,)) and None
+        )
+
+    @staticmethod
+    def hour() -> int:
+        """Return the current hour, since 1970."""
+        return int(time.time()) // HOUR
+
+    def add(self, context: RequestContext, engine_seconds: float) -> None:
+        """Count a request that has ended; it is written before the end of its reply is sent."""
+        amounts = Amounts(
+            *(1, context.tokens_in, context.cached_tokens, context.tokens_out),
+            *(context.audio_seconds, context.images, engine_seconds),
+        )
+        row = Row(self.hour(), context.tenant.name, context.model, context.task or "", amounts)
+        self._sums[row[:4]] = _plus(self._sums.get(row[:4]), amounts)
+        if self._folder is None:
+            return
+        try:
+            if self._journal is None:
+                self._journal = Journal(self._folder)
+            self._journal.append(row)
+        except OSError as error:
+            self._failed(error)
+
+    async def write_forever(self) -> None:
+        """Add new sums to the database every two seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(_FLUSH_SECONDS)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Add what is new to the database; what cannot be added stays in its journal and in memory."""
+        async with self._lock:
+            while self._pending or self._sums:
+                if self._pending is None:
+                    self._pending = (self._sums, self._journal)
+                    self._sums, self._journal = {}, None
+                sums, journal = self._pending
+                try:
+                    await self._db.run(_addition(journal.name if journal is not None else "", sums, self._copied))
+                except sqlite3.Error as error:
+                    self._failed(error)
+                    return
+                self._pending, self._failing = None, False
+                self._copied = []
+                if journal is not None:
+                    await asyncio.to_thread(journal.drop)
+                    self._copied.append(journal.name)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._failing:
+            logger.error("usage cannot be written to state_dir, and is kept in memory: %s", error)
+        self._failing = True
+
+    async def find(self, question: Question) -> Found:
+        """Return what was used, in groups, as far back as this process's database knows it."""
+        await self.flush()
+        return Found(self.id, await self._db.run(lambda db: _select(db, question)))
+
+    async def close(self) -> None:
+        """Write everything; the state folder is closed later."""
+        await self.flush()
+
+
+def merged(answers: Iterable[Found]) -> list[tuple[list[str | int], Amounts]]:
+    """Add up the answers of replicas; of those that share a database the last one counts."""
+    found: dict[tuple[str | int, ...], Amounts] = {}
+    for answer in {answer.database: answer for answer in answers}.values():
+        for group, amounts in answer.rows:
+            found[tuple(group)] = _plus(found.get(tuple(group)), amounts)
+    return [(list(group), found[group]) for group in sorted(found, key=str)]
+
+
+def added(amounts: Iterable[Amounts]) -> Amounts:
+    """Return the sum of amounts."""
+    total = Amounts()
+    for one in amounts:
+        total = _plus(total, one)
+    return total
+
+
+def _plus(one: Amounts | None, other: Amounts) -> Amounts:
+    return other if one is None else Amounts._make(a + b for a, b in zip(one, other, strict=True))
+
+
+def _summed(rows: Sequence[Row]) -> Sums:
+    sums: Sums = {}
+    for row in rows:
+        sums[row[:4]] = _plus(sums.get(row[:4]), row.amounts)
+    return sums
+
+
+def _addition(journal: str, sums: Sums, copied: Sequence[str] = ()) -> Callable[[sqlite3.Connection], None]:
+    """Return the work of adding the sums of a journal, once: after a crash the journal may be read again.
+
+    The journals that were `copied` before are deleted, and need not be remembered any more.
+    """
+
+    def add(db: sqlite3.Connection) -> None:
+        db.executemany("DELETE FROM usage_journals WHERE name = ?", [(name,) for name in copied])
+        if journal and not db.execute("INSERT OR IGNORE INTO usage_journals VALUES (?)", (journal,)).rowcount:
+            return
+        db.executemany(_ADD, [(*key, *amounts) for key, amounts in sums.items()])
+
+    return add
+
+
+def _own_id(db: sqlite3.Connection) -> str:
+    db.execute("INSERT INTO usage_id SELECT ? WHERE NOT EXISTS (SELECT * FROM usage_id)", (secrets.token_hex(8),))
+    return str(db.execute("SELECT id FROM usage_id").fetchone()[0])
+
+
+def _select(db: sqlite3.Connection, question: Question) -> list[tuple[list[str | int], Amounts]]:
+    groups = [GROUPS[name] for name in question.by]
+    sums = [f"COALESCE(SUM({name}), 0)" for name in _FIELDS]
+    query = f"SELECT {', '.join([*groups, *sums])} FROM usage WHERE hour >= ? AND hour < ?"
+    if groups:
+        query += f" GROUP BY {', '.join(groups)} LIMIT {_MOST_ROWS}"
+    rows = db.execute(query, (question.begin, question.end)).fetchall()
+    return [(list(row[: len(groups)]), Amounts(*row[len(groups) :])) for row in rows]
