@@ -163,7 +163,7 @@ class AsyncEngine:
         """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work."""
         self._check_ready()
         model = self._table[requests[0].model]
-        model.admission.admit(
+        model.admission_of(is_background=requests[0].is_background).admit(
             {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
@@ -181,7 +181,7 @@ class AsyncEngine:
         """
         self._check_ready()
         model = self._table[requests[0].model]
-        encoding = Encoding(requests, model.admission)
+        encoding = Encoding(requests, model.admission_of(is_background=requests[0].is_background))
         first = encoding.begin()
         for request in requests:
             model.requests.add(request.request_id)

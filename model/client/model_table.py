@@ -36,6 +36,7 @@ class FrontModel:
     spec: ModelSpec
     tokenizer: Tokenizer | None
     admission: Admission
+    background: Admission  # of background work, for which no other request waits
     stats: EngineStats
     optional: bool = False  # loaded later than the first ones, so an engine may restart without it
     info: ModelInfo | None = None  # once it is loaded
@@ -52,13 +53,21 @@ class FrontModel:
         base = self.spec.adapter_of
         if base is None:
             return self.stats
-        waiting = self.admission.num_waiting(self.requests)
+        waiting = sum(admission.num_waiting(self.requests) for admission in self.admissions)
         return EngineStats(self.spec.name, len(self.requests) - waiting, waiting, adapter_of=base)
+
+    def admission_of(self, *, is_background: bool) -> Admission:
+        return self.background if is_background else self.admission
+
+    @property
+    def admissions(self) -> tuple[Admission, Admission]:
+        return self.admission, self.background
 
     def has_loaded(self, info: ModelInfo) -> None:
         self.info = info
         if not self.is_adapter:  # else the limits are its base's
-            self.admission.loaded(info)
+            for admission in self.admissions:
+                admission.loaded(info)
         logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
 
 
@@ -76,8 +85,8 @@ class ModelTable:
     def _model(self, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
         """Return a model that is not loaded yet; an adapter's requests wait in the queue of its base."""
         base = None if spec.adapter_of is None else self.served.get(spec.adapter_of)
-        admission = Admission(spec.engine) if base is None else base.admission
-        return FrontModel(spec, tokenizer, admission, EngineStats(spec.name), optional)
+        admissions = (Admission(spec.engine), Admission(spec.engine)) if base is None else base.admissions
+        return FrontModel(spec, tokenizer, *admissions, EngineStats(spec.name), optional)
 
     def __getitem__(self, name: str) -> FrontModel:
         """Return a model that takes requests; raises `ModelNotLoadedError`."""
@@ -90,7 +99,8 @@ class ModelTable:
         """Stop counting a request of a model that has ended."""
         going = self._unloading.get(name)
         for model in filter(None, (self.served.get(name), going[0] if going else None)):
-            model.admission.release(request_id)
+            for admission in model.admissions:
+                admission.release(request_id)
             model.requests.discard(request_id)
         if going and not going[0].requests:
             going[0].drained.set()
@@ -98,12 +108,14 @@ class ModelTable:
     def mark_started(self, name: str, request_id: str, cached_tokens: int) -> None:
         """Note that a request has an output."""
         if name in self.served:
-            self.served[name].admission.mark_started(request_id, cached_tokens)
+            for admission in self.served[name].admissions:
+                admission.mark_started(request_id, cached_tokens)
 
     def observe(self, step: StepStats) -> None:
         """Let admission control learn from a step."""
         if step.model in self.served:
-            self.served[step.model].admission.observe(step)
+            for admission in self.served[step.model].admissions:
+                admission.observe(step)
 
     def running(self, name: str) -> int:
         """Return the number of sequences that run in a model's engine; an adapter's engine is its base's."""
@@ -115,7 +127,8 @@ class ModelTable:
     def set_stats(self, stats: EngineStats) -> None:
         if stats.model in self.served:
             self.served[stats.model].stats = stats
-            self.served[stats.model].admission.set_stats(stats)
+            for admission in self.served[stats.model].admissions:
+                admission.set_stats(stats)
 
     def begin_load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> asyncio.Future[ModelInfo]:
         """Reserve the model's name; what is returned ends as `load` does. Raises `ConfigError` if it is in use."""

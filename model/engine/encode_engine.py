@@ -83,6 +83,7 @@ class EncodeEngine:
         self._graphs = graphs
         self._overlap = overlap
         self._waiting: deque[EncodeRequest] = deque()
+        self._background: deque[EncodeRequest] = deque()  # computed in steps of their own
         self._batch: list[EncodeRequest] = []  # the inputs being launched or collected; empty between steps
         self._pending: LaunchedBatch | None = None
         self._last_collect_time = 0.0
@@ -91,7 +92,15 @@ class EncodeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._paused or self._pending)
+        return bool(self._waiting or self._background or self._paused or self._pending)
+
+    @property
+    def has_foreground(self) -> bool:
+        return bool(self._waiting or self._paused)
+
+    @property
+    def has_background(self) -> bool:
+        return bool(self._background)
 
     @property
     def waits_for_grammars(self) -> bool:
@@ -99,13 +108,18 @@ class EncodeEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._background)
 
-    def demand(self) -> StepDemand:
+    def demand(self, background: bool | None = None) -> StepDemand:
         """Return what the next step could compute. One of L layers of an input counts as 1/L of its tokens.
 
         A pending batch is no demand: without another turn of this engine, `finish_pending` collects it.
         """
+        if background:
+            if not self._background:
+                return StepDemand()
+            first = self._length(self._background[0])
+            return StepDemand(whole_tokens=first, all_whole_tokens=max(self.max_num_batched_tokens, first))
         if self._paused is not None:
             length, stack_pass = self._paused.num_tokens, self._paused.stack_pass
             left = self._layer_tokens(length, self._num_layers if stack_pass is None else stack_pass.layers_left)
@@ -120,6 +134,9 @@ class EncodeEngine:
         return StepDemand(waiting=len(self._waiting), whole_tokens=min_tokens, all_whole_tokens=max_tokens)
 
     def add(self, request: EncodeRequest) -> None:
+        if request.is_background:
+            self._background.append(request)
+            return
         self._waiting.append(request)
         self._waiting_tokens += self._length(request)
 
@@ -129,7 +146,7 @@ class EncodeEngine:
 
     def abort_all(self, aborts: Sequence[Abort]) -> list[EncodeOutput]:
         """Drop what is named, in one pass over the inputs."""
-        if not self._waiting and self._paused is None:
+        if not self._waiting and not self._background and self._paused is None:
             return []
         reasons = {abort.request_id: abort.reason for abort in aborts}
         found = [request for request in self._unanswered if request.request_id in reasons]
@@ -140,7 +157,7 @@ class EncodeEngine:
         """Reset the engine after an exception: end every input with an error."""
         ended = [*(self._pending.requests if self._pending is not None else ()), *self._batch, *self._unanswered]
         self._batch, self._paused, self._pending = [], None, None
-        self._waiting = deque()
+        self._waiting, self._background = deque(), deque()
         self._waiting_tokens = 0
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
@@ -161,17 +178,18 @@ class EncodeEngine:
         """
         outputs = self.check_deadlines()
         began = time.monotonic()
-        if self._paused is not None:
+        queue = self._background if self._takes_background(budget) else self._waiting
+        if self._paused is not None and queue is self._waiting:
             return self._resume(outputs, began, budget)
-        pauses = self._pauses(budget)
-        if self._pending is not None and (pauses or not self._waiting):
+        pauses = queue is self._waiting and self._pauses(budget)
+        if self._pending is not None and (pauses or not queue):
             collected, stats = self._collect_pending()
             return outputs + collected, stats
         if pauses:
             assert budget.whole_tokens is not None
             self._paused = PausedBatch(self._next_paused(budget.whole_tokens), began)
             return self._resume(outputs, began, budget)
-        batch = self._next_batch(budget)
+        batch = self._next_batch(queue, budget)
         if not batch:
             return outputs, None
         self._batch = batch
@@ -182,6 +200,12 @@ class EncodeEngine:
             return outputs, None
         collected, stats = self._collect_pending() if before is None else self._collect(before)
         return outputs + collected, stats
+
+    def _takes_background(self, budget: StepBudget) -> bool:
+        """Whether a step computes background inputs: they never share one with others."""
+        if budget.background is None:
+            return not (self._waiting or self._paused)
+        return budget.background
 
     def _collect_pending(self) -> tuple[list[EncodeOutput], StepStats]:
         assert self._pending is not None
@@ -257,7 +281,8 @@ class EncodeEngine:
     @property
     def _unanswered(self) -> list[EncodeRequest]:
         """The paused and the waiting inputs, the oldest first."""
-        return [*(self._paused.unanswered if self._paused is not None else ()), *self._waiting]
+        paused = self._paused.unanswered if self._paused is not None else ()
+        return [*paused, *self._waiting, *self._background]
 
     @property
     def _num_layers(self) -> int:
@@ -270,7 +295,10 @@ class EncodeEngine:
     def _drop(self, requests: Sequence[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:
             dropped = set(map(id, requests))
-            self._waiting = deque(request for request in self._waiting if id(request) not in dropped)
+            self._waiting, self._background = (
+                deque(request for request in queue if id(request) not in dropped)
+                for queue in (self._waiting, self._background)
+            )
             self._waiting_tokens = sum(map(self._length, self._waiting))
             if self._paused is not None:
                 self._paused.dropped |= dropped
@@ -278,18 +306,19 @@ class EncodeEngine:
                     self._paused = None
         return [EncodeOutput(request.request_id, finish_reason=reason) for request in requests]
 
-    def _next_batch(self, budget: StepBudget) -> list[EncodeRequest]:
-        """Remove inputs within the budget, but at least one, from the front of the queue."""
+    def _next_batch(self, queue: deque[EncodeRequest], budget: StepBudget) -> list[EncodeRequest]:
+        """Remove inputs within the budget, but at least one, from the front of a queue."""
         batch: list[EncodeRequest] = []
         left = self.max_num_batched_tokens
         if budget.whole_tokens is not None:
             left = min(left, budget.whole_tokens)
-        while self._waiting and len(batch) < self.max_num_seqs:
-            if batch and self._length(self._waiting[0]) > left:
+        while queue and len(batch) < self.max_num_seqs:
+            if batch and self._length(queue[0]) > left:
                 break
-            batch.append(self._waiting.popleft())
+            batch.append(queue.popleft())
             left -= self._length(batch[-1])
-        self._waiting_tokens -= sum(map(self._length, batch))
+        if queue is self._waiting:
+            self._waiting_tokens -= sum(map(self._length, batch))
         return batch
 
     def _length(self, request: EncodeRequest) -> int:

@@ -98,9 +98,17 @@ class GenerateEngine:
             return False
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
-    def demand(self) -> StepDemand:
+    @property
+    def has_foreground(self) -> bool:
+        return self.scheduler.has_foreground
+
+    @property
+    def has_background(self) -> bool:
+        return self.scheduler.has_background
+
+    def demand(self, background: bool | None = None) -> StepDemand:
         """Return what the next step could compute; a pending step counts as decoding."""
-        demand = self.scheduler.demand()
+        demand = self.scheduler.demand(background)
         if self._pending_step is not None and not demand.decodes:
             demand = replace(demand, decodes=len(self._pending_step.scheduled.scheduled))
         return demand

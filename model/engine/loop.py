@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from triptych.model.api.messages import Abort, Channel, Commands, Events, FailureKind, LoadFailure, ModelSpec
 from triptych.model.api.request import EncodeOutput, FinishReason, TokenOutput
 from triptych.model.api.stats import EngineStats, StepStats
 from triptych.model.engine.background_jobs import load_failure
+from triptych.model.engine.background_share import BackgroundShare
 from triptych.model.engine.builder import LoadedModel
 from triptych.model.engine.models import EngineModels
 from triptych.model.engine.scheduling.scheduled_step import StepBudget, StepDemand
-from triptych.model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
+from triptych.model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork, Turn
 from triptych.model.errors import ConfigError, EngineDeadError
 
 HEARTBEAT_SECONDS = 1.0
@@ -47,8 +49,16 @@ class Engine(Protocol):
     def waits_for_grammars(self) -> bool:
         """Whether all unfinished requests wait for grammars to be compiled."""
 
-    def demand(self) -> StepDemand:
-        """Return what the next step could compute."""
+    @property
+    def has_foreground(self) -> bool:
+        """Whether it has other work than background work."""
+
+    @property
+    def has_background(self) -> bool:
+        """Whether it has background work, which gets the time that other requests leave."""
+
+    def demand(self, background: bool | None = None) -> StepDemand:
+        """Return what the next step could compute: of background work, of other work, or of both (None)."""
 
     def step(self, budget: StepBudget) -> tuple[Outputs, StepStats | None]:
         """Compute a step, or launch it and collect the previous one; return what was finished."""
@@ -74,6 +84,8 @@ class EngineLoop:
         self.models = EngineModels()
         self._engines: dict[EngineKey, Engine] = {}
         self._pacer = StepPacer()
+        self._background = BackgroundShare()
+        self._in_background = False  # whether the last step was one of background work
         self._last_engine: EngineKey | None = None  # which computed the last step
         self._last_deadline_check = 0.0
         self._last_sent = 0.0  # the time of the last frame
@@ -200,7 +212,9 @@ class EngineLoop:
         self._engines[name, "encode"] = model.encode
         if model.generate is not None:
             self._engines[name, "generate"] = model.generate
-        self._pacer.add(name, model.weight, MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS)
+        least = MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS
+        for pacer in (self._pacer, self._background.pacer):
+            pacer.add(name, model.weight, least)
 
     def _unload(self, name: str, events: Events) -> None:
         """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
@@ -225,7 +239,8 @@ class EngineLoop:
             self._last_engine = None
         for key in [key for key in self._engines if key[0] == name]:
             del self._engines[key]
-        self._pacer.remove(name)
+        for pacer in (self._pacer, self._background.pacer):
+            pacer.remove(name)
         self.models.free(model)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
@@ -244,19 +259,40 @@ class EngineLoop:
 
     def _step(self, events: Events) -> None:
         """Step the engine whose turn it is; check deadlines and compiled grammars of all engines from time to time."""
-        turn = self._pacer.next({key: engine.demand() for key, engine in self._engines.items() if engine.has_work})
+        began = time.monotonic()
+        busy = {key: engine for key, engine in self._engines.items() if engine.has_work}
+        has_background = any(engine.has_background for engine in busy.values())
+        contended = has_background and any(engine.has_foreground for engine in busy.values())
+        turn = self._contended_turn(busy) if contended else self._turn(busy, background=has_background or None)
         if self._last_engine is not None and (turn is None or turn.engine != self._last_engine):
             # Two engines never have steps on the device at the same time.
             self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
         if turn is not None:
             self._last_engine, budget = turn.engine, turn.budget
+            self._in_background = budget.background is True
             self._run(turn.engine, lambda engine: engine.step(budget), events)
+            if has_background:
+                seconds = time.monotonic() - began
+                self._background.observe(seconds, background=self._in_background, contended=contended)
         now = time.monotonic()
         if turn is None or now - self._last_deadline_check >= DEADLINE_CHECK_SECONDS:
             self._last_deadline_check = now
             for key, engine in list(self._engines.items()):
                 if engine.has_work:
                     self._run(key, lambda engine: (engine.check_deadlines(), None), events)
+
+    def _contended_turn(self, busy: Mapping[EngineKey, Engine]) -> Turn | None:
+        """Return the next turn while there is background work and other work."""
+        first = self._background.is_due()
+        return self._turn(busy, background=first) or self._turn(busy, background=not first)
+
+    def _turn(self, busy: Mapping[EngineKey, Engine], *, background: bool | None) -> Turn | None:
+        """Return the next turn of background work, of other work, or of what there is; None without a demand."""
+        pacer = self._background.pacer if background else self._pacer
+        turn = pacer.next({key: engine.demand(background) for key, engine in busy.items()})
+        if turn is None or background is None:
+            return turn
+        return replace(turn, budget=replace(turn.budget, background=background))
 
     def _run(self, key: EngineKey, act: Callable[[Engine], tuple[Outputs, StepStats | None]], events: Events) -> None:
         """Call `act` with an engine, add its outputs and statistics to the events, and report its cost to the pacer."""
@@ -269,7 +305,8 @@ class EngineLoop:
             if stats is not None:
                 events.steps.append(stats)
                 prompts = stats.num_tokens - stats.num_decodes - stats.num_whole_tokens
-                self._pacer.observe(key, StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens))
+                pacer = self._background.pacer if self._in_background else self._pacer
+                pacer.observe(key, StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens))
 
     @contextmanager
     def _isolate_faults(self, model: LoadedModel, events: Events) -> Iterator[None]:

@@ -144,8 +144,17 @@ class _FairQueue:
 class StepPacer:
     """Divides the compute time of a process among its engines, a step at a time."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None, min_chunk_tokens: int = MIN_TOKENS) -> None:
-        """`weights`: by model, 1 by default; `min_chunk_tokens`: the smallest prefill chunk of models not in `add`."""
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        min_chunk_tokens: int = MIN_TOKENS,
+        max_step_seconds: float = MAX_STEP_SECONDS,
+    ) -> None:
+        """`weights`: by model, 1 by default; `min_chunk_tokens`: the smallest prefill chunk of models not in `add`.
+
+        `max_step_seconds`: the bound on a step while nothing decodes.
+        """
+        self._max_step_seconds = max_step_seconds
         self._weights = dict(weights or {})
         self._min_chunks = defaultdict[str, int](lambda: min_chunk_tokens)
         self._costs: defaultdict[EngineKey, _EngineCosts] = defaultdict(_EngineCosts)
@@ -211,12 +220,12 @@ class StepPacer:
         self._background.charge(engine[0], (extra - planned) / self._weight(engine))
 
     def _turn_without_decodes(self, demands: Mapping[EngineKey, StepDemand]) -> Turn:
-        """Return a turn while nothing decodes, bounded by `MAX_STEP_SECONDS` alone."""
+        """Return a turn while nothing decodes, bounded in time alone."""
         self._credit = 0.0
         engine, _ = self._next_background(demands, [])
         costs, demand = self._costs[engine].alone, demands[engine]
         prompt, whole = (
-            cost.tokens_within(MAX_STEP_SECONDS, self._min_chunks[engine[0]], explore=False)
+            cost.tokens_within(self._max_step_seconds, self._min_chunks[engine[0]], explore=False)
             if cost.is_known
             else FIRST_TOKENS
             for cost in (costs.prompt, costs.whole)

@@ -64,6 +64,6 @@ class _Room:
         return self._keys.holder(owner) if owner else None  # it was made when the service had no keys
 
     def slots(self) -> int:
-        """Return how many sequences the largest model runs, within bounds."""
+        """Return a part of the sequences that the largest model runs: other requests find free places."""
         most = max((info.max_num_seqs for info in self._service.client.models.values()), default=_DEFAULT_SLOTS)
-        return min(most, _MAX_SLOTS)
+        return max(1, min(most * 3 // 4, _MAX_SLOTS))

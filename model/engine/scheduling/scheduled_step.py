@@ -181,12 +181,13 @@ class StepDemand:
 class StepBudget:
     """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
 
-    Where `whole_tokens` is not 0, at least that of the demand is taken.
+    Where `whole_tokens` is not 0, at least that of the demand is taken. A step has foreground or `background` work.
     """
 
     decodes: bool = True
     prompt_tokens: int | None = None
     whole_tokens: int | None = None
+    background: bool | None = None  # None: both kinds of work
 
 
 UNLIMITED = StepBudget()

@@ -84,21 +84,33 @@ class Scheduler:
         self.pictures.reset()
         self.block_manager.reset()
 
-    def demand(self) -> StepDemand:
-        """What the next step could compute; of the waiting sequences only those that may begin."""
-        lefts = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running]
+    @property
+    def has_foreground(self) -> bool:
+        return any(queue and not queue[0].is_background for queue in (self.running, self.waiting))
+
+    @property
+    def has_background(self) -> bool:
+        return any(queue and queue[-1].is_background for queue in (self.running, self.waiting))
+
+    def demand(self, background: bool | None = None) -> StepDemand:
+        """What the next step could compute; of the waiting sequences only those that may begin.
+
+        `background`: count only background work, or none of it.
+        """
+        running, waiting = (_of_kind(queue, background) for queue in (self.running, self.waiting))
+        lefts = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in running]
         decodes = lefts.count(1)
         prompt_tokens = sum(lefts) - decodes
-        streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, self.running, strict=True))
+        streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, running, strict=True))
         sources: list[int] = []
         first = 0
-        for sequence in self.running:
+        for sequence in running:
             if sequence.request.images:
                 for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
                     first = first or self.source_passes.least(span.source)
                     sources.append(self.source_passes.left(span.source))
-        places = self.max_num_seqs - len(self.running)
-        for sequence in self.waiting:
+        places = self.max_num_seqs - (len(running) if background is False else len(self.running))
+        for sequence in waiting:
             if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
                 break  # enough for one step
             if sequence.is_prepared:
@@ -110,7 +122,7 @@ class Scheduler:
                 for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
                     first = first or self.source_passes.least(span.source)
                     sources.append(self.source_passes.left(span.source))
-        queued = sum(not sequence.only_asks for sequence in self.waiting[:_COUNTED])
+        queued = sum(not sequence.only_asks for sequence in waiting[:_COUNTED])
         return StepDemand(decodes, streams, queued, prompt_tokens, first, sum(sources))
 
     def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
@@ -124,7 +136,7 @@ class Scheduler:
         self.pictures.begin(budget.whole_tokens, self.max_num_batched_tokens)
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
-            self._admit(output, left, budget.whole_tokens)
+            self._admit(output, left, budget.whole_tokens, budget.background)
         self.pictures.end()
         return output
 
@@ -146,6 +158,11 @@ class Scheduler:
         """
         before = self.num_preemptions
         uncomputed = self._catch_up()
+        if limits.background is not None:
+            uncomputed = [
+                left if one.is_background is limits.background else 0
+                for left, one in zip(uncomputed, self.running, strict=True)
+            ]
         if not limits.decodes:
             uncomputed = [left if left > 1 else 0 for left in uncomputed]
         decoding = uncomputed.count(1)  # one token kept for each of them
@@ -242,16 +259,21 @@ class Scheduler:
         if frontier is not None:
             self._frontiers.add(frontier)
 
-    def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None) -> None:
-        """Admit waiting sequences in order until one does not fit."""
+    def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None, background: bool | None) -> None:
+        """Admit waiting sequences in order until one does not fit; background ones give way to others."""
         most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
+        gives_way = background is False and self.has_background
         places = self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
-        if budget < 1 or places < 1:
+        if budget < 1 or (places < 1 and not gives_way):
             return
         for sequence in list(self.waiting):
-            if budget < 1 or places < 1:
+            if budget < 1 or (places < 1 and not gives_way):
                 return
+            if background is not None and sequence.is_background is not background:
+                if background and sequence.is_prepared:
+                    return  # what becomes free is for this one
+                continue
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
@@ -259,6 +281,8 @@ class Scheduler:
                 if self._leaves_short_context(one):
                     one.turn_long()
             places -= sum(one.num_slots for one in together)
+            if gives_way:
+                places = self._give_way(together, places)
             begun = source_budget < most  # the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
             source = sequence.request.source
@@ -268,7 +292,7 @@ class Scheduler:
             if places < 0 or not self.block_manager.can_admit(together) or (begun and left > source_budget):
                 return
             pauses = source_limit is not None and left > source_budget and self.source_passes.may_pause(source)
-            if pauses and source is not None:
+            if pauses and not background and source is not None:
                 output.ahead.append(self.source_passes.advance(sequence, source, source_budget))
                 return
             source_budget -= left
@@ -277,6 +301,17 @@ class Scheduler:
                 one.status = SequenceStatus.RUNNING
                 insort(self.running, one, key=lambda s: s.order)
                 budget -= self._begin(output, one, budget)
+
+    def _give_way(self, together: list[SequenceState], places: int) -> int:
+        """Preempt background sequences until `together` fit; return the places that are left then."""
+        while (places < 0 or not self.block_manager.can_admit(together)) and self.running:
+            last = self.running[-1]
+            if not last.is_background:
+                break
+            before = sum(sequence.num_slots for sequence in self.running)
+            self.preempt(last)
+            places += before - sum(sequence.num_slots for sequence in self.running)
+        return places
 
     def _begin(self, output: SchedulerOutput, sequence: SequenceState, budget: int) -> int:
         """Schedule the first tokens of an admitted sequence; return how many. A beam may get none in this step."""
@@ -339,3 +374,10 @@ class Scheduler:
             self.block_manager.prefixes.cache_full_blocks(sequence, num_tokens)
         if start + num_tokens < sequence.num_tokens:
             self._lead(sequence)
+
+
+def _of_kind(queue: list[SequenceState], background: bool | None) -> list[SequenceState]:
+    """Return background sequences of a queue, or the others; they are last, because of their priority."""
+    if background is None or not queue or queue[0].is_background is queue[-1].is_background is background:
+        return queue
+    return [sequence for sequence in queue if sequence.is_background is background]

@@ -186,6 +186,10 @@ class SequenceState:
         return self.request.streams and self.beams is None
 
     @property
+    def is_background(self) -> bool:
+        return self.request.is_background
+
+    @property
     def order(self) -> tuple[int, int]:
         """The order of service: priority, then arrival."""
         return self.request.priority, self.arrival
