@@ -9,7 +9,7 @@ from __future__ import annotations
 from triptych.model.engine.step_pacer import StepPacer
 
 SHARE = 0.03  # of the time of other steps, which background steps may take
-_MAX_SECONDS = 0.1  # of a step: a request that comes meanwhile waits for its end
+_MAX_SECONDS = 0.05  # of a step: a request that comes meanwhile waits for its end
 
 
 class BackgroundShare:
