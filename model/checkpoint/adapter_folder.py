@@ -22,11 +22,11 @@ _MAX_RANK = 4096
 _KNOWN = table(
     served=(
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
     ),
     refused=(
         *("bias", "lora_bias", "use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens"),
-        *("trainable_token_indices", "target_parameters", "modules_to_save", "arrow_config", "kasa_config"),
+        *("trainable_token_indices", "target_parameters", "arrow_config", "kasa_config"),
         *("megatron_config", "monteclora_config"),
     ),
     unused=(
@@ -49,6 +49,7 @@ class AdapterSettings:
     base: str  # the name of the model that it was trained for; "" if the folder does not say
     targets: Targets
     scales: Scales
+    saved: frozenset[str]  # names of modules that the folder has whole, in place of the base model's
 
 
 def is_adapter(path: Path) -> bool:
@@ -65,7 +66,13 @@ def read_adapter_settings(path: Path, *, pickle: bool = True) -> AdapterSettings
     _check_settings(raw)
     base = raw.get("base_model_name_or_path")
     weights = _weights(path, pickle=pickle)
-    return AdapterSettings(weights, base if isinstance(base, str) else "", Targets(raw), Scales(raw))
+    return AdapterSettings(
+        weights,
+        base if isinstance(base, str) else "",
+        Targets(raw),
+        Scales(raw),
+        _names(raw, "modules_to_save") or frozenset(),
+    )
 
 
 def _described(path: Path) -> str:

@@ -15,6 +15,7 @@ from triptych.model.errors import CheckpointError, listed
 
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_OF_TASKS = frozenset({"classifier", "score"})  # PEFT lists both for a classifier, whichever the model has
 _MAX_TENSORS = 100_000
 _OTHER_MATRICES = {
     "lora_embedding_A": "it adapts a table of embeddings",
@@ -46,6 +47,7 @@ class AdapterFolder:
     path: Path
     base: str  # the name of the model that it was trained for; "" if the folder does not say
     modules: Mapping[str, AdaptedModule]  # by the module's name in transformers
+    saved: Mapping[str, StoredTensor]  # tensors of modules that replace the base model's, by names in transformers
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -68,12 +70,28 @@ def read_adapter(path: Path, *, pickle: bool = True) -> AdapterFolder:
     stored = read_headers([settings.weights])
     if len(stored) > _MAX_TENSORS:
         raise CheckpointError(f"an adapter of {len(stored)} tensors, of at most {_MAX_TENSORS}")
-    return AdapterFolder(path, settings.base, _modules(settings, stored))
+    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items() if _is_saved(name, settings)}
+    absent = [one for one in settings.saved - _OF_TASKS if not any(one in name.split(".") for name in saved)]
+    if absent:
+        raise CheckpointError(
+            f"{ADAPTER}: modules_to_save names {listed(absent)}, and the file of weights has none of it"
+        )
+    if odd := [name for name, tensor in saved.items() if not tensor.holds(None)]:
+        raise CheckpointError(f"{listed(odd, most=2)}: expected floating-point numbers, found {saved[odd[0]].kind}")
+    return AdapterFolder(path, settings.base, _modules(settings, stored), saved)
+
+
+def _is_saved(name: str, settings: AdapterSettings) -> bool:
+    """Return whether a tensor is one of a module that the settings list in modules_to_save."""
+    whole = name.removeprefix(_PREFIX).split(".")[:-1]
+    return name.startswith(_PREFIX) and not settings.saved.isdisjoint(whole) and "lora_" not in name
 
 
 def _modules(settings: AdapterSettings, stored: Mapping[str, StoredTensor]) -> dict[str, AdaptedModule]:
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
+        if _is_saved(name, settings):
+            continue
         match = _MATRIX.fullmatch(name.removeprefix(_PREFIX))
         if not name.startswith(_PREFIX) or match is None:
             raise CheckpointError(f"{listed([name], longest=120)}: {_why_not(name)}")
@@ -90,7 +108,7 @@ def _why_not(name: str) -> str:
     why = next((why for part, why in _OTHER_MATRICES.items() if part in name), "")
     if why:
         return f"{why}, which is not served"
-    return f"expected names as {_PREFIX}MODULE.lora_A.weight; other tensors (modules_to_save) are not served"
+    return f"expected names as {_PREFIX}MODULE.lora_A.weight; other tensors are served if modules_to_save names them"
 
 
 def _module(name: str, down: StoredTensor, up: StoredTensor, settings: AdapterSettings) -> AdaptedModule:

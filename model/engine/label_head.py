@@ -38,15 +38,17 @@ class LabelHead:
             ends = self._model.config.eos_token_ids
             pairs = zip(requests, hidden, strict=True)
             hidden = [rows[: _behind_end(request.source.token_ids, ends)] for request, rows in pairs]
-        row = self._model.classified_row if self.together else None
+        found = [self._model.lora.get(request.model) for request in requests]
+        apart = any(one is not None and one.changes_heads for one in found)
+        row = self._model.classified_row if self.together and not apart else None
         if row is None:
-            logits = [self._model.classify(rows).float() for rows in hidden]
+            logits = [self._model.classify(rows, one).float() for rows, one in zip(hidden, found, strict=True)]
         else:
             logits = list(self._model.classify_rows(torch.stack([rows[row] for rows in hidden])).float()[:, None])
         of_tokens = self._model.config.classifies_tokens
         results = []
-        for request, found in zip(requests, logits, strict=True):
-            scores = self._activation(found) if request.task is EncodeTask.SCORES else found
+        for request, numbers in zip(requests, logits, strict=True):
+            scores = self._activation(numbers) if request.task is EncodeTask.SCORES else numbers
             results.append(EncodeResult(scores if of_tokens else scores[0]))
         return results
 

@@ -102,15 +102,17 @@ class SentenceHead:
 
     def _vector(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         if request.pooling is not None:  # the projections were trained for the model's own pooling
-            return self._pool(hidden, request.pooling, 0)
+            return self._pool(request, hidden, request.pooling, 0)
         if (joint := self._model.joint) is not None:
             rows, ids = hidden.to(self._model.dtype), request.source.token_ids
             vector = (joint.of_text(rows, ids) if ids else joint.of_image(rows)).float()
         else:
-            vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
+            vector = torch.cat(
+                [self._pool(request, hidden, mode, request.prompt_tokens) for mode in self.settings.pooling]
+            )
         return _stepped(vector, self._steps)
 
-    def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
+    def _pool(self, request: EncodeRequest, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
         """Combine the tokens after the first `skipped` ones; in a weighted mean they keep their positions."""
         tokens = hidden[skipped:]
         if mode in _TOGETHER:
@@ -118,7 +120,8 @@ class SentenceHead:
         if mode is Pooling.WEIGHTED_MEAN:
             weights = torch.arange(skipped + 1, len(hidden) + 1, dtype=torch.float32, device=hidden.device)
             return (weights @ tokens) / weights.sum()
-        return self._model.pool(hidden[:1].to(self._model.dtype))[0].float()
+        adapter = self._model.lora.get(request.model)
+        return self._model.pool(hidden[:1].to(self._model.dtype), adapter)[0].float()
 
 
 def _settings(request: EncodeRequest) -> Hashable:

@@ -41,10 +41,24 @@ class LoraAdapter:
     parts: Mapping[str, tuple[LowRankPart, ...]]  # by the projection's name in the network
     number: int = field(default_factory=lambda: next(_numbers))  # no other adapter of the process has it
     tables: dict[int, object] = field(default_factory=dict)  # the same as C reads it, by stack
+    classifier: Callable[[Tensor], Tensor] | None = None  # in place of the base model's; None: that one
+    classifier_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self.parts.values() for part in parts)
+        return self.classifier_bytes + sum(part.nbytes for parts in self.parts.values() for part in parts)
+
+    @property
+    def changes_heads(self) -> bool:
+        """Whether vectors and scores that are made of hidden states are other ones too."""
+        return self.classifier is not None or "pooler" in self.parts
+
+    def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """Add to outputs `y` `[T, outputs]` of rows `x` `[T, inputs]` what it adds, in place."""
+        for part in self.parts.get(name, ()):
+            more = part.up(part.down(x)) * part.scale
+            y[:, part.first : part.first + part.outputs] += more.to(y.dtype)
+        return y
 
 
 class AdapterRuns:
@@ -70,9 +84,7 @@ class AdapterRuns:
     def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Add to outputs `y` `[T, outputs]` of rows `x` `[T, inputs]` what the adapters add, in place."""
         for first, last, adapter in self.runs:
-            for part in adapter.parts.get(name, ()):
-                more = part.up(part.down(x[first:last])) * part.scale
-                y[first:last, part.first : part.first + part.outputs] += more.to(y.dtype)
+            adapter.added(name, x[first:last], y[first:last])
         return y
 
     def embedded(self, name: str, ids: Tensor, vectors: Tensor) -> Tensor:

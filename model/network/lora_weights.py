@@ -22,6 +22,7 @@ from triptych.model.linear.base import LinearSpec, Part, linears
 from triptych.model.linear.native import NativeLinear, packed_linear
 from triptych.model.native.library import KINDS
 from triptych.model.network.lora import ADAPTED, OF_SOURCES, LoraAdapter, LowRankPart
+from triptych.model.network.saved_head import head_bytes, plan_head, read_head
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work, finish
 
@@ -96,6 +97,8 @@ def _unserved(target: str, config: ModelConfig) -> str:
     """Say what a projection is that may not have an adapter; "" if it may."""
     stack, _, rest = target.partition(".layers.")
     index, _, place = rest.partition(".")
+    if target == "pooler":
+        return ""
     if stack == target:
         return "the output" if target == "head" else target
     layer = config.stacks[stack].distinct_layers[int(index)]
@@ -127,8 +130,9 @@ def loading_adapter(
 
     `check` gets the planned bytes before a weight is read, and may raise.
     """
-    planned = plan_adapter(folder, model)
-    check(planned_bytes(planned, model))
+    planned, head = plan_adapter(folder, model), plan_head(folder.saved, model)
+    size = head_bytes(head, model)
+    check(planned_bytes(planned, model) + size)
     yield None
     stored = {one.name: one for module in folder.modules.values() for one in (module.down, module.up)}
     parts: dict[str, tuple[LowRankPart, ...]] = {}
@@ -136,7 +140,8 @@ def loading_adapter(
         for target, found in planned.items():
             parts[target] = tuple(_part(reader, one, model) for one in sorted(found, key=lambda one: one.first))
             yield None
-    return LoraAdapter(name, parts)
+    classifier = read_head(folder.saved, head, model) if head else None
+    return LoraAdapter(name, parts, classifier=classifier, classifier_bytes=size)
 
 
 def load_adapter(name: str, folder: AdapterFolder, model: Transformer) -> LoraAdapter:

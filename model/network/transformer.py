@@ -98,9 +98,8 @@ class Transformer(nn.Module):
         packed = self._head_with_table()
         if packed is not None:
             self.tokens = PackedTable(packed)
-        self.classifier: Classifier | None = None
-        if config.classifier is not None:
-            self.classifier = Classifier(config.classifier, hidden_size, linear.within("classifier"))
+        self._output_width = hidden_size
+        self.classifier = None if config.classifier is None else self._classifier(config.classifier)
         self.masked_head: MaskedHead | None = None
         if config.masked_head is not None:
             table, within = self.tokens, linear.within("masked_head")
@@ -108,6 +107,15 @@ class Transformer(nn.Module):
             size = own.embedding.vocab_size
             self.masked_head = MaskedHead(config.masked_head, hidden_size, size, within, lambda: table.weight)
         self.pooler = linear(LinearSpec("pooler", hidden_size, (Part(hidden_size),))) if config.pooler else None
+
+    def _classifier(self, config: ClassifierConfig) -> Classifier:
+        return Classifier(config, self._output_width, self.linear.within("classifier"))
+
+    def new_classifier(self) -> Classifier:
+        """Return another classifier of the same kind, without storage."""
+        assert self.config.classifier is not None
+        with torch.device("meta"):
+            return self._classifier(self.config.classifier)
 
     def _table(self, embedding: EmbeddingConfig | None) -> TokenTable | None:
         """A token table, or this rank's part of it."""
@@ -261,33 +269,41 @@ class Transformer(nn.Module):
         logits, collective = self.masked_head(hidden.to(self.dtype)), self.linear.collective
         return logits if collective is None else collective.concatenate(logits, self.vocabulary)
 
-    def pool(self, first: Tensor) -> Tensor:
+    def pool(self, first: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
         """The pooler's `tanh(W x + b)` of first tokens `[B, d]`."""
         assert self.pooler is not None
-        return torch.tanh(self.pooler(first.to(self.dtype)))
+        first = first.to(self.dtype)
+        pooled: Tensor = self.pooler(first)
+        return torch.tanh(pooled if adapter is None else adapter.added("pooler", first, pooled))
 
-    def classify(self, hidden: Tensor) -> Tensor:
+    def classify(self, hidden: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
         """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens.
 
-        A segment whose end-of-sequence token is classified ends there.
+        A segment whose end-of-sequence token is classified ends there. An adapter may have a classifier of its own.
         """
-        assert self.classifier is not None and self.config.classifier is not None
+        assert self.config.classifier is not None
+        classifier = self._classifier_of(adapter)
         source = self.config.classifier.input
         hidden = hidden.to(self.dtype)  # stacks in C give float32
         if source is ClassifierInput.EVERY:
-            return self.classifier(hidden)
+            return classifier(hidden)
         if source is ClassifierInput.ALL:
-            return self.classifier(hidden).mean(dim=0, keepdim=True)
+            return classifier(hidden).mean(dim=0, keepdim=True)
         if source is ClassifierInput.MEAN:
-            return self.classifier(hidden.mean(dim=0, keepdim=True))
+            return classifier(hidden.mean(dim=0, keepdim=True))
         if source is ClassifierInput.FIRST_TWO:
-            return self.classifier(hidden[:2])
+            return classifier(hidden[:2])
         if source is ClassifierInput.FIRST_AND_MEAN:
             assert self.config.image is not None
             patches = hidden[self.config.image.first_tokens :].mean(dim=0, keepdim=True)
-            return self.classifier(torch.cat((hidden[:1], patches), dim=1))
+            return classifier(torch.cat((hidden[:1], patches), dim=1))
         assert self.classified_row is not None
-        return self.classify_rows(hidden[self.classified_row][None])
+        return self.classify_rows(hidden[self.classified_row][None], adapter)
+
+    def _classifier_of(self, adapter: LoraAdapter | None) -> Callable[[Tensor], Tensor]:
+        found = self.classifier if adapter is None or adapter.classifier is None else adapter.classifier
+        assert found is not None
+        return found
 
     @property
     def classified_row(self) -> int | None:
@@ -297,11 +313,11 @@ class Transformer(nn.Module):
             return -1
         return 0 if source in (ClassifierInput.FIRST, ClassifierInput.POOLER) else None
 
-    def classify_rows(self, rows: Tensor) -> Tensor:
+    def classify_rows(self, rows: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
         """Scores over the labels `[N, labels]` of each segment's `classified_row`, `[N, d]`."""
-        assert self.classifier is not None and self.config.classifier is not None
-        rows = rows.to(self.dtype)
-        return self.classifier(self.pool(rows) if self.config.classifier.input is ClassifierInput.POOLER else rows)
+        assert self.config.classifier is not None
+        rows, classifier = rows.to(self.dtype), self._classifier_of(adapter)
+        return classifier(self.pool(rows, adapter) if self.config.classifier.input is ClassifierInput.POOLER else rows)
 
 
 class Classifier(nn.Module):

@@ -221,7 +221,7 @@ def _fill(
     Returns whether float16 numbers are finite: what overflowed when a model was stored is infinite.
     """
     shape, finite = local_shape(whole, shard_slice), True
-    for into, values in _parts(reader, name, rule, whole, shard_slice):
+    for into, values in stored_parts(reader, name, rule, whole, shard_slice):
         values = values.reshape(*(index.stop - index.start for index in into), *shape[len(into) :])
         if not rule.duplicate:
             filler.put(rule.target, into, values)
@@ -232,7 +232,7 @@ def _fill(
     return finite
 
 
-def _parts(
+def stored_parts(
     reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> Iterator[tuple[Index, Tensor]]:
     """A few rows after the other, and where in the piece they go; transposed ones all at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine.front import async_test, collect, ids_of, served
 from tests.engine.thread_transport import ThreadTransport
@@ -271,6 +273,62 @@ def test_encoders_have_adapters(kind: str, backend: str) -> None:
         for place, vector in enumerate(found):
             np.testing.assert_allclose(vector, (changed, plain)[place % 2][place], atol=2e-4 * abs(plain[place]).max())
         assert not np.allclose(changed[0], plain[0], atol=1e-2 * abs(plain[0]).max())
+
+
+HEADS = {
+    "bert-sequence": ("bert.pooler", ("classifier",)),
+    "roberta-sequence": ("", ("classifier.dense", "classifier.out_proj")),
+    "modernbert-sequence": ("", ("classifier", "head.dense", "head.norm")),
+    "llama-sequence": ("", ("score",)),
+    "bert-token": ("", ("classifier",)),
+    "bart-nli": ("", ("classification_head.dense", "classification_head.out_proj")),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_adapters_bring_their_classifier_and_adapt_the_pooler(kind: str, tmp_path: Path) -> None:
+    pooler, heads = HEADS[kind]
+    reference = copy.deepcopy(saved(kind).reference)
+    pairs = matrices(reference, STACKS + (f"|{pooler}" if pooler else ""), 4, seed=3, std=0.15)
+    pairs = {name: pair for name, pair in pairs.items() if not name.startswith(("classif", "score", "head."))}
+    generator, stored = torch.Generator().manual_seed(5), {}
+    for name in heads:
+        for part, parameter in reference.get_submodule(name).named_parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+            stored[f"{name}.{part}"] = parameter.data
+    listed = sorted({name.partition(".")[0] for name in heads})
+    folder = write_adapter(tmp_path / "adapter", pairs, modules_to_save=listed, saved=stored)
+    merged(reference, pairs).save_pretrained(tmp_path / "merged")
+    config = EngineConfig(device="cpu", dtype="float32")
+    inputs, chosen = [prompt(9), prompt(5), prompt(30), prompt(2)], ["sql", None, "sql", None]
+    with LLM(saved(kind).path, config, lora={"sql": folder}) as llm, LLM(tmp_path / "merged", config) as other:
+        found = _encoded(llm, inputs, chosen, EncodeTask.LOGITS)
+        plain, changed = (_encoded(one, inputs, [None] * 4, EncodeTask.LOGITS) for one in (llm, other))
+        for place, vector in enumerate(found):
+            wanted = (changed, plain)[place % 2][place]
+            np.testing.assert_allclose(vector, wanted, atol=2e-4 * abs(wanted).max())
+        assert not np.allclose(changed[0], plain[0], atol=0.1 * abs(plain[0]).max())
+        assert all(np.array_equal(one, alone) for one, alone in zip(found[1::2], plain[1::2], strict=True))
+
+
+def test_a_saved_classifier_must_be_that_of_the_base(tmp_path: Path) -> None:
+    pairs = matrices(saved("bert-sequence").reference, STACKS, 4, seed=3)
+    for place, (kind, stored, message) in enumerate(
+        (
+            ("bert", {"classifier.weight": (3, 32), "classifier.bias": (3,)}, "the base model no classifier: merge"),
+            (
+                "bert-sequence",
+                {"classifier.weight": (7, 32), "classifier.bias": (7,)},
+                r"classifier.\w+ is \[7",
+            ),
+            ("bert-sequence", {"classifier.weight": (3, 32)}, "saved classifier has no classifier.bias"),
+            ("bert-sequence", {"score.weight": (3, 32)}, "score.weight is no part of the base model's classifier"),
+        )
+    ):
+        made = {name: torch.ones(shape) for name, shape in stored.items()}
+        folder = write_adapter(tmp_path / str(place), pairs, modules_to_save=["classifier", "score"], saved=made)
+        with pytest.raises(ConfigError, match=message):
+            LLM(saved(kind).path, EngineConfig(device="cpu", dtype="float32"), lora={"sql": folder})
 
 
 def _encoded(llm: LLM, inputs: list[tuple[int, ...]], chosen: list[str | None], task: EncodeTask) -> list[Any]:

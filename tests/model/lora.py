@@ -42,9 +42,14 @@ def matrices(
 
 
 def write_adapter(
-    folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], *, pickled: bool = False, **settings: Any
+    folder: Path,
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    *,
+    pickled: bool = False,
+    saved: Mapping[str, Tensor] | None = None,
+    **settings: Any,
 ) -> Path:
-    """Write a folder as PEFT's save_pretrained does."""
+    """Write a folder as PEFT's save_pretrained does; `saved` are tensors of modules that it has whole."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(pairs.values()))[0].shape[0]
     known = {
@@ -63,7 +68,7 @@ def write_adapter(
         "runtime_config": {"ephemeral_gpu_offload": False},
     }
     (folder / "adapter_config.json").write_text(json.dumps(known | settings))
-    stored = {}
+    stored = {f"base_model.model.{name}": tensor for name, tensor in (saved or {}).items()}
     for name, (down, up) in pairs.items():
         stored[f"base_model.model.{name}.lora_A.weight"] = down.contiguous()
         stored[f"base_model.model.{name}.lora_B.weight"] = up.contiguous()

@@ -202,7 +202,7 @@ CHANGED: dict[str, Any] = {
     "[rank, inputs] and [outputs, rank]": lambda stored: stored | {f"{Q}.lora_B.weight": torch.ones(32, 5)},
     "infinite or NaN": lambda stored: stored | {f"{Q}.lora_B.weight": torch.full((32, 4), torch.nan)},
     "expected floating-point numbers": lambda stored: stored | {f"{Q}.lora_B.weight": torch.ones(32, 4).int()},
-    "(modules_to_save)": lambda stored: stored | {"base_model.model.score.weight": torch.ones(2, 32)},
+    "if modules_to_save names them": lambda stored: stored | {"base_model.model.score.weight": torch.ones(2, 32)},
     "a table of embeddings": lambda stored: (
         stored | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}
     ),

@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -74,6 +75,10 @@ def run(report: Report, packages: Packages) -> None:
             conv = "gpt2" in kind
             settings = {"target_modules": "all-linear", "fan_in_fan_out": conv}
             _check(report, f"{kind} all-linear", kind, settings, Path(made) / kind)
+        for kind in _classifiers():
+            task = "TOKEN_CLS" if loaded_config(kind).classifies_tokens else "SEQ_CLS"
+            settings = {"target_modules": "all-linear", "fan_in_fan_out": "gpt2" in kind, "task_type": task}
+            _check(report, f"{kind} with its classifier", kind, settings, Path(made) / kind)
 
 
 def _decoders() -> Iterator[str]:
@@ -85,6 +90,20 @@ def _decoders() -> Iterator[str]:
             and config.form == "decoder-only"
             and config.text_type is None
             and config.classifier is None
+        ):
+            yield kind
+
+
+def _classifiers() -> Iterator[str]:
+    """Yield the kinds of encoders and decoders that classify texts or their tokens."""
+    for kind in KINDS:
+        config = loaded_config(kind)
+        if (
+            config is not None
+            and config.classifier is not None
+            and not config.classifier.spans
+            and config.image is None
+            and config.form != "encoder-decoder"
         ):
             yield kind
 
@@ -136,7 +155,9 @@ def _check(
     with torch.inference_mode():
         theirs = adapted(torch.tensor([ids])).logits[0]
         plain = saved(kind).reference(torch.tensor([ids])).logits[0]
-        ours = _logits(model, ids, adapter)
+        classifies = model.config.classifier is not None
+        ours = _labels(model, ids, adapter) if classifies else _logits(model, ids, adapter)
+        ours = ours.reshape(theirs.shape)
     apart = float((ours - theirs).abs().max() / theirs.abs().max())
     changes = float((plain - theirs).abs().max() / theirs.abs().max())
     report.check(case, apart < _CLOSE < changes, f"{apart:.1e} apart, and the adapter changes {changes:.1e}")
@@ -146,12 +167,18 @@ def _check(
 def _draw(model: Any) -> None:
     """Draw the matrices large enough to be seen."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or "modules_to_save" in name:
             parameter.normal_(std=0.2)
 
 
 def _logits(model: Transformer, ids: tuple[int, ...], adapter: Any) -> torch.Tensor:
-    from dataclasses import replace
-
     inputs = replace(packed_input([ids], CPU, causal=True), adapters=AdapterRuns.of_segments([adapter], [len(ids)]))
     return model.logits(model.decode(inputs))
+
+
+def _labels(model: Transformer, ids: tuple[int, ...], adapter: Any) -> torch.Tensor:
+    """Return the logits of a classifier, of the text or of each token."""
+    causal = model.encoder is None
+    runs = AdapterRuns.of_segments([adapter], [len(ids)])
+    inputs = replace(packed_input([ids], CPU, causal=causal), adapters=runs)
+    return model.classify(model.decode(inputs) if causal else model.encode(inputs), adapter)
