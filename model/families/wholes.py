@@ -16,7 +16,7 @@ WHOLES: dict[str, Whole] = {
     "deepseek_vl": _LLAMA,
     "deepseek_vl_hybrid": _LLAMA,
     "fast_vlm": _QWEN2,
-    "gemma3": Whole("gemma3_text"),
+    "gemma3": Whole("gemma3_text", pictures=towers.GEMMA3),
     "gemma4": Whole("gemma4_text", scales=True),
     "gemma4_unified": Whole("gemma4_unified_text", scales=True),
     "got_ocr2": _QWEN2,

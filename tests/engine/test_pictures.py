@@ -25,17 +25,17 @@ from triptych.model.engine.scheduling.source_blocks import SourcePasses
 from triptych.model.errors import ConfigError
 from triptych.model.llm import LLM
 
-KIND = "qwen3-5-pictures"
+KIND, BOTH_WAYS = "qwen3-5-pictures", "gemma3-pictures"
 FIRST, SECOND, THIRD = picture(16, 40, 1), picture(8, 8, 2), picture(40, 24, 3)
 SECOND_LARGE = picture(24, 24, 4)  # within the bounds of the processor
 
 
-def asking(name: str, parts: Sequence[Sequence[int] | Source], **params: Any) -> Request:
+def asking(name: str, parts: Sequence[Sequence[int] | Source], kind: str = KIND, **params: Any) -> Request:
     """Return a request about texts and pictures."""
     ids, images = with_pictures(parts)
     return Request(
         name,
-        KIND,
+        kind,
         ids,
         SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "suppress_tokens": (IMAGE,), **params}),
         images=images,
@@ -53,7 +53,7 @@ def questions() -> list[Request]:
 
 
 def worst(run: Running, requests: Sequence[Request]) -> float:
-    return max(run.runner.worst(KIND, one, run.ids(one.request_id)) for one in requests)
+    return max(run.runner.worst(one.model, one, run.ids(one.request_id)) for one in requests)
 
 
 @pytest.mark.parametrize("budget", [256, 7, 1])
@@ -72,12 +72,13 @@ def test_logits_of_c_equal_transformers() -> None:
         assert worst(run.run(), questions()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PICTURE_MODELS if kind not in (KIND, "gemma3-pictures")])
+@pytest.mark.parametrize("kind", [kind for kind in PICTURE_MODELS if kind != KIND])
 def test_logits_of_other_towers_equal_transformers(kind: str) -> None:
     side, row_end = SQUARES.get(kind), 7 if kind in ("mistral3", "llava-pixtral") else None
     first, second = (picture(side, side, seed) for seed in (1, 2)) if side else (FIRST, THIRD)
-    prompts = [[prompt(5), first, prompt(7)], [second, prompt(3), first, second, prompt(9)], [prompt(11)]]
-    for backend, budget in product([None, *native_backends()], [256, 7]):
+    prompts = [[prompt(5), first, prompt(7)], [second, prompt(3), first, [5], second, prompt(9)], [prompt(11)]]
+    short = 17 if kind.startswith("gemma") else 7  # at least a picture that is not cut
+    for backend, budget in product([None, *native_backends()], [256, short]):
         run = running(kind, **({} if backend is None else {"backend": backend}), budget=budget)
         requests = []
         for number, parts in enumerate(prompts):
@@ -272,3 +273,77 @@ def test_a_model_of_texts_refuses_pictures() -> None:
     llm = LLM(saved("llama-gqa").path, EngineConfig(dtype="float32", kv_cache_memory=1 << 20))
     with llm, pytest.raises(ConfigError, match="llama-gqa does not read pictures in prompts"):
         list(llm.stream([[5, 6]], images=[[b""]]))
+
+
+# -- Pictures whose tokens see each other both ways (Gemma 3): a chunk does not cut them.
+
+SQUARE, OTHER = picture(32, 32, 5), picture(32, 32, 6)  # 16 tokens, more than a window
+
+
+def squares(**params: Any) -> list[Request]:
+    parts: list[list[Sequence[int] | Source]] = [
+        [prompt(6), SQUARE, prompt(11)],
+        [SQUARE, prompt(2), OTHER, prompt(5), SQUARE, prompt(3)],
+        [prompt(30)],
+        [prompt(21), OTHER, prompt(1)],
+    ]
+    return [asking(str(number), one, BOTH_WAYS, **params) for number, one in enumerate(parts)]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_a_picture_that_sees_itself_is_computed_in_one_step(tokens: int) -> None:
+    """Check prompts that are paced while a stream decodes, in chunks shorter than a picture."""
+    run = running(BOTH_WAYS, budget=24)
+    run.engine.add(asking("stream", [prompt(3)], BOTH_WAYS, max_tokens=60))
+    run.step()
+    for one in squares():
+        run.engine.add(one)
+    while run.engine.has_work:
+        streamed = len(run.ids("stream"))
+        run.outputs += run.engine.step(StepBudget(prompt_tokens=tokens, whole_tokens=16))[0]
+        run.engine.check_invariants()
+        assert len(run.ids("stream")) == min(60, streamed + 1)
+    assert worst(run, squares()) < 1e-4
+
+
+def test_without_both_ways_logits_differ() -> None:
+    run = running(BOTH_WAYS)
+    run.runner._both_ways = False
+    run.engine.add(squares()[0])
+    assert worst(run.run(), squares()[:1]) > 1e-2
+
+
+def test_pictures_that_see_themselves_are_preempted() -> None:
+    run = running(BOTH_WAYS, num_blocks=26, max_num_seqs=4, budget=24)
+    for one in squares(max_tokens=30):
+        run.engine.add(one)
+    assert worst(run.run(), squares(max_tokens=30)) < 1e-4
+    assert run.engine.scheduler.num_preemptions > 0
+
+
+def test_pictures_that_see_themselves_are_found_again() -> None:
+    """Check hits that end before, within and after a picture."""
+    run = running(BOTH_WAYS)
+    first = asking("0", [prompt(6), SQUARE, prompt(11)], BOTH_WAYS)
+    others = [
+        asking("1", [prompt(6), SQUARE, prompt(1), prompt(11)], BOTH_WAYS),
+        asking("2", [prompt(6), OTHER, prompt(11)], BOTH_WAYS),
+        replace(first, request_id="3"),
+    ]
+    for one in [first, *others]:
+        run.engine.add(one)
+        run.run()
+    found = [max(output.cached_tokens for output in run.outputs if output.request_id == str(n)) for n in range(4)]
+    assert found == [0, 20, 4, 32]
+    assert worst(run, [first, *others]) < 1e-4
+
+
+def test_a_model_whose_pictures_fit_no_step_reads_none(caplog: pytest.LogCaptureFixture) -> None:
+    settings = dict(dtype="float32", kv_cache_memory=1 << 22, max_num_seqs=4)
+    with LLM(saved(BOTH_WAYS).path, EngineConfig(**settings, max_num_batched_tokens=12)) as llm:
+        assert not llm.info.reads_pictures
+        with pytest.raises(ConfigError, match="does not read pictures"):
+            list(llm.stream([[5, IMAGE]], images=[[png(SQUARE)]]))
+    assert "pictures are not read: max_num_batched_tokens is 12, and one takes 16 tokens of a step" in caplog.text
+    with LLM(saved(BOTH_WAYS).path, EngineConfig(**settings, max_num_batched_tokens=16)) as llm:
+        assert llm.info.reads_pictures

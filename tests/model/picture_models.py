@@ -35,9 +35,10 @@ _ENCODER: dict[str, Any] = dict(hidden_size=24, intermediate_size=40, num_hidden
 
 
 def _whole(architecture: str, text: str, tower: str, **changes: Any) -> Callable[[], Any]:
-    """Return a maker of a random model with a tower of `changes["vision"]`."""
+    """Return a maker of a random model with a tower of `changes["vision"]`; `changes["decoder"]` is of its decoder."""
     vision = {"model_type": tower, **_ENCODER, **changes.pop("vision")}
-    settings = dict(text_config=dict(_TEXT, model_type=text), vision_config=vision, image_token_id=IMAGE)
+    own = dict(_TEXT, model_type=text, **changes.pop("decoder", {}))
+    settings = dict(text_config=own, vision_config=vision, image_token_id=IMAGE)
     return random_model(architecture, settings, **changes)
 
 
@@ -74,6 +75,8 @@ PICTURE_MODELS: dict[str, Callable[[], Any]] = {
     "gemma3-pictures": _whole(
         *("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model"),
         vision=dict(image_size=32, patch_size=4),
+        # A window shorter than a picture.
+        decoder=dict(layer_types=["sliding_attention", "full_attention"], sliding_window=9, query_pre_attn_scalar=8),
         mm_tokens_per_image=16,
     ),
 }

@@ -29,7 +29,7 @@ def expected(kind: str, given: list[Tensor]) -> list[Tensor]:
     return list(torch.cat(rows).split(lengths))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PICTURE_MODELS if kind != "gemma3-pictures"])
+@pytest.mark.parametrize("kind", PICTURE_MODELS)
 def test_rows_are_the_features_of_transformers(kind: str) -> None:
     given = pictures(kind)
     for backend in (None, *native_backends()):
