@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -25,12 +27,14 @@ from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.errors import ConfigError
 from triptych.service.app import create_app
 from triptych.service.cli.main import main
+from triptych.service.cli.parser import make_parser
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.runtimes.assembly import read_models
 from triptych.service.runtimes.model_reader import FolderReader, read_adapted
+from triptych.service.settings.option_table import OPTIONS
 from triptych.service.settings.resolve import resolve_config
 from triptych.service.settings.service_settings import Limits, ModelSettings, ServiceSettings
-from triptych.service.settings.sources import FileSettings
+from triptych.service.settings.sources import FileSettings, from_arguments
 
 ENGINE = EngineConfig(**SMALL)
 ADMIN = {"Authorization": "Bearer admin"}
@@ -390,3 +394,47 @@ def test_inspect_shows_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
     assert "LoRA adapter of org/base, 3,968 parameters" in table
     assert found["memory_bytes"] == {"float32": 15872, "bfloat16": 7936}
     assert "in memory: 0.02 MB in float32 or 0.01 MB in bfloat16" in table
+
+
+def printed(language: str) -> str:
+    """Return the last block of a language of the page, with this test's folders."""
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    block = page.split(f"```{language}\n")[-1].split("```")[0].replace("\\\n", " ")
+    places = {"/models/llama": "base", "/adapters/sql": "sql"}
+    for text, name in places.items():
+        block = block.replace(text, str(folders()[name]))
+    return block
+
+
+def test_the_commands_of_the_page_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folders()["fr"], tmp_path / "fr")
+    block = printed("bash").replace("/more-adapters", str(tmp_path))
+    inspect, serve, *calls = [line for line in block.splitlines() if not line.startswith("#")]
+    with pytest.raises(SystemExit) as ended:
+        main(inspect.split()[1:])
+    assert ended.value.code == 0
+    arguments = make_parser().parse_args(serve.split()[1:])
+    models = dict(one.split("=") for one in arguments.models)
+    given = from_arguments(arguments, OPTIONS)
+    config = resolve_config({name: {"path": path} for name, path in models.items()}, given)
+    assert [(one.name, one.adapter_of) for one in config.models] == [("base", None), ("sql", "base")]
+
+    async def work() -> None:
+        async with service("sql", settings=config.settings) as client:
+            client.headers = httpx.Headers()
+            for call in calls:
+                asked = curl.parse_args(shlex.split(call)[1:])
+                headers = dict(one.split(": ", 1) for one in asked.headers)
+                method = "GET" if asked.data is None else "POST"
+                url = asked.url.removeprefix("http://localhost:8000")
+                reply = await client.request(method, url, content=asked.data, headers=headers)
+                assert reply.status_code == 200, (call, reply.text)
+
+    curl = argparse.ArgumentParser()
+    curl.add_argument("url")
+    curl.add_argument("-H", dest="headers", action="append", default=[])
+    curl.add_argument("-d", dest="data")
+    run(work())
+    capsys.readouterr()
+    exec(printed("python").replace('"SELECT"', "(5, 6, 7)"), {})  # the base has no tokenizer
+    assert capsys.readouterr().out

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests import checkpoints
-from tests.service.support import App, info, make_app, opened, until
+from tests.service.support import App, byte_tokenizer, info, make_app, opened, served, until
+from triptych.model.api.messages import ModelSpec
 from triptych.model.errors import ConfigError
 from triptych.service.core.errors import ApiError
 from triptych.service.lifecycle.fleet import Fleet, LoadOrder, LocalFleet
@@ -79,8 +80,9 @@ class Cluster:
 
     async def start(self, name: str) -> App:
         settings = ServiceSettings(admin_keys=("k",), models=ModelSettings(models_dir=str(self._folder)))
-        loadable = [info(model, "decoder-only", memory_bytes=100) for model in ("new", "one", "gen")]
-        app = make_app(settings=settings, loadable=loadable, replicas=Siblings(self, name))
+        loadable = [info(model, "decoder-only", memory_bytes=100) for model in ("new", "one", "gen", "ad")]
+        given = served("gen", "decoder-only", byte_tokenizer()).adapted(ModelSpec("ad", "/first", adapter_of="gen"))
+        app = make_app(given, settings=settings, loadable=loadable, replicas=Siblings(self, name))
         await self._stack.enter_async_context(opened(app))
         self.apps[name] = app
         return app
@@ -142,6 +144,47 @@ def test_a_load_is_on_all_replicas_and_on_those_that_come_later(folder: Path) ->
         assert cluster.states("new") == ["", "", ""]
         assert (await refusal(cluster.fleets["d"].begin_unload("new", 0.0))).status == 409
         assert not [key for key in cluster.store.values if "lock" in key]
+
+    run(folder, work)
+
+
+def test_adapters_are_on_all_replicas_and_go_with_their_base(folder: Path) -> None:
+    async def work(cluster: Cluster) -> None:
+        await cluster.fleets["a"].begin_load(LoadOrder("new", "one", adapter_of="gen"))
+        await cluster.start("c")
+        assert cluster.states("new") == ["loaded"] * 3
+        assert {app.service.models["new"].spec.adapter_of for app in cluster.apps.values()} == {"gen"}
+        await cluster.fleets["c"].begin_unload("gen", 0.0)
+        assert (cluster.states("gen"), cluster.states("ad")) == (["unloaded"] * 3, ["unloaded"] * 3)
+        await cluster.fleets["c"].begin_load(LoadOrder("gen"))
+        for fleet in cluster.fleets.values():
+            await fleet.reconcile()
+        assert cluster.states("new") == ["loaded"] * 3, "an adapter that an operator has loaded is loaded with its base"
+
+    run(folder, work)
+
+
+def test_an_adapter_of_the_start_may_get_another_folder_on_all_replicas(folder: Path) -> None:
+    async def work(cluster: Cluster) -> None:
+        await cluster.fleets["a"].begin_unload("ad", 0.0)
+        await cluster.fleets["b"].begin_load(LoadOrder("ad", "one", adapter_of="gen"))
+        await cluster.start("c")  # which is started with the first folder
+        for _ in range(2):
+            await cluster.fleets["c"].reconcile()
+        assert cluster.states("ad") == ["loaded"] * 3
+        assert {app.service.models["ad"].spec.path for app in cluster.apps.values()} == {str(folder / "one")}
+
+    run(folder, work)
+
+
+def test_an_adapter_that_was_evicted_is_unloaded_everywhere(folder: Path) -> None:
+    async def work(cluster: Cluster) -> None:
+        await cluster.fleets["a"].begin_load(LoadOrder("new", "one", adapter_of="gen"))
+        for app in cluster.apps.values():
+            await app.service.loader.begin_unload(app.service.models["new"], "evicted")
+        assert cluster.states("new") == ["available"] * 2
+        await cluster.fleets["b"].begin_unload("new", None)
+        assert cluster.states("new") == ["", ""]
 
     run(folder, work)
 
