@@ -2,12 +2,14 @@
 
 It speaks the frames of `python -m triptych.model.engine`, so that everything in front of the engine is measured as it
 is, on any machine, at the rate of any accelerator. In each step every running sequence gets one token: those of its
-prompt, repeated. `PACE` in the environment is "TOKENS_PER_S STREAMS": a step takes STREAMS / TOKENS_PER_S seconds, also
+prompt, repeated. `PACE` in the environment is "TOKENS_PER_S STREAMS", or with a third number, the token that all
+sequences get, where each must have a text: a step takes STREAMS / TOKENS_PER_S seconds, also
 with fewer sequences. A step that begins late shortens the next one, as where steps are launched ahead, but none beyond
 that: an engine that cannot send in time loses throughput.
 
-Sequences end at `max_tokens`, a stop id, their deadline or an abort. Beams, grammars, log-probabilities of the prompt
-and encode requests end with `FinishReason.ERROR`; no model can be loaded later.
+Sequences end at `max_tokens`, a stop id, their deadline or an abort. An input to encode gets its vector, which is the
+number 1, in the next step. Beams, grammars and log-probabilities of the prompt end with `FinishReason.ERROR`, as do
+other results of encoding; no model can be loaded later.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +27,15 @@ from pathlib import Path
 import msgspec
 
 from triptych.model.api.messages import Abort, Commands, Events, FailureKind, LoadFailure, ModelSpec
-from triptych.model.api.request import EncodeOutput, FinishReason, Request, TokenLogprob, TokenOutput
+from triptych.model.api.request import (
+    EncodeOutput,
+    EncodeRequest,
+    EncodeTask,
+    FinishReason,
+    Request,
+    TokenLogprob,
+    TokenOutput,
+)
 from triptych.model.api.stats import EngineStats, ModelInfo, StepStats
 from triptych.model.system.child_process import FrameSocket, ignore_signals
 
@@ -44,14 +55,16 @@ class _Sequence:
 class PacedEngine:
     """Takes commands and returns the events of each step; `run` connects it to a front."""
 
-    def __init__(self, tokens_per_s: float, streams: int) -> None:
+    def __init__(self, tokens_per_s: float, streams: int, token: int | None = None) -> None:
         self.step_s = streams / tokens_per_s
+        self._token = token
         self._models: list[str] = []
         self._sequences: list[_Sequence] = []
+        self._inputs: list[EncodeRequest] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._inputs)
 
     def apply(self, commands: Commands) -> Events:
         """Return what is known at once: models, and sequences that end without a step."""
@@ -66,9 +79,13 @@ class PacedEngine:
                 self._sequences += sequences
             else:
                 events.tokens += [_end(sequence, FinishReason.ERROR) for sequence in sequences]
-        events.encoded += [EncodeOutput(one.request_id, finish_reason=FinishReason.ERROR) for one in commands.encode]
+        self._inputs += commands.encode
         for abort in commands.abort:
             events.tokens += self._aborted(abort)
+            kept = [one for one in self._inputs if one.request_id != abort.request_id]
+            if len(kept) < len(self._inputs):
+                self._inputs = kept
+                events.encoded.append(EncodeOutput(abort.request_id, finish_reason=abort.reason))
         text = "the paced engine loads no model"
         events.load_failures += [LoadFailure(spec.name, FailureKind.CONFIG, text) for spec in commands.load]
         events.unloaded += commands.unload
@@ -76,8 +93,9 @@ class PacedEngine:
         return events
 
     def step(self, now: float) -> Events:
-        """Return a token of each sequence."""
-        tokens = [_next(sequence, now) for sequence in self._sequences]
+        """Return a token of each sequence, and the vector of each input."""
+        encoded, self._inputs = [_vector(one, now) for one in self._inputs], []
+        tokens = [_next(sequence, now, self._token) for sequence in self._sequences]
         stepped = [
             StepStats(name, "generate", self.step_s, len(tokens), len(tokens), num_decodes=len(tokens))
             for name in self._models[:1]
@@ -85,7 +103,7 @@ class PacedEngine:
         ended = [output.finish_reason is not None for output in tokens]
         if any(ended):
             self._sequences = [one for one, end in zip(self._sequences, ended, strict=True) if not end]
-        return Events(tokens=tokens, steps=stepped, stats=self._stats())
+        return Events(tokens=tokens, encoded=encoded, steps=stepped, stats=self._stats())
 
     def _aborted(self, abort: Abort) -> Iterator[TokenOutput]:
         left = []
@@ -100,17 +118,23 @@ class PacedEngine:
         return [EngineStats(name, running=len(self._sequences), total_blocks=_CONTEXT) for name in self._models]
 
 
+def _vector(request: EncodeRequest, now: float) -> EncodeOutput:
+    if request.task not in (EncodeTask.EMBEDDING, EncodeTask.SCORES, EncodeTask.LOGITS):
+        return EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR)
+    return EncodeOutput(request.request_id, struct.pack("<f", 1.0), (1,), scheduled_time=now)
+
+
 def _is_plain(request: Request) -> bool:
     params = request.params
     return params.num_beams == 1 and not params.grammar and params.prompt_logprobs is None
 
 
-def _next(sequence: _Sequence, now: float) -> TokenOutput:
+def _next(sequence: _Sequence, now: float, fixed: int | None) -> TokenOutput:
     request, params = sequence.request, sequence.request.params
     if request.deadline is not None and now > request.deadline:
         return _end(sequence, FinishReason.DEADLINE)
     tokens = request.prompt_token_ids
-    token = tokens[sequence.emitted % len(tokens)]
+    token = tokens[sequence.emitted % len(tokens)] if fixed is None else fixed
     output = TokenOutput(request.request_id, sequence.index, [token])
     if params.logprobs is not None:
         output.logprobs = [TokenLogprob(token, -0.5, tuple((token, -0.5) for _ in range(params.logprobs)))]
@@ -186,10 +210,10 @@ def run(connection: socket.socket, engine: PacedEngine) -> None:
 
 def main() -> None:
     ignore_signals()
-    rate, streams = os.environ[PACE].split()
+    rate, streams, *token = os.environ[PACE].split()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         try:
-            run(connection, PacedEngine(float(rate), int(streams)))
+            run(connection, PacedEngine(float(rate), int(streams), *map(int, token)))
         except EOFError:
             return
 

@@ -14,7 +14,7 @@ from lab.paced_engine import PacedEngine
 from triptych.loadtest.errors import UsageError
 from triptych.loadtest.records import Record
 from triptych.model.api.messages import Abort, Commands, ModelSpec
-from triptych.model.api.request import EncodeRequest, FinishReason, Request, token_source
+from triptych.model.api.request import EncodeRequest, EncodeTask, FinishReason, Request, token_source
 from triptych.model.api.sampling_params import SamplingParams
 
 
@@ -35,10 +35,17 @@ def test_every_sequence_gets_a_token_a_step_until_it_ends(tmp_path: Path) -> Non
         request("d", max_tokens=9),
         request("e", num_beams=2),
     ]
-    at_once = engine.apply(Commands(generate=asked, encode=[EncodeRequest("f", "m", token_source((1,)))]))
+    inputs = [EncodeRequest(name, "m", token_source((1,))) for name in "fg"]
+    inputs.append(EncodeRequest("h", "m", token_source((1,)), EncodeTask.TOKENS))
+    at_once = engine.apply(
+        Commands(generate=asked, encode=inputs, abort=[Abort("m", "g", None, FinishReason.CANCELLED)])
+    )
     assert [(one.request_id, one.finish_reason) for one in at_once.tokens] == [("e", FinishReason.ERROR)]
-    assert [one.finish_reason for one in at_once.encoded] == [FinishReason.ERROR]
-    steps = [engine.step(0.0).tokens, engine.step(0.0).tokens]
+    assert [(one.request_id, one.finish_reason) for one in at_once.encoded] == [("g", FinishReason.CANCELLED)]
+    first = engine.step(0.0)
+    told = [(one.request_id, one.finish_reason, one.data.hex(), one.shape) for one in first.encoded]
+    assert told == [("f", FinishReason.STOP, "0000803f", (1,)), ("h", FinishReason.ERROR, "", ())]
+    steps = [first.tokens, engine.step(0.0).tokens]
     [gone] = engine.apply(Commands(abort=[Abort("m", "c", None, FinishReason.CANCELLED)])).tokens
     assert (gone.request_id, gone.finish_reason) == ("c", FinishReason.CANCELLED)
     steps += [engine.step(0.0).tokens, engine.step(11.0).tokens]
@@ -52,6 +59,12 @@ def test_every_sequence_gets_a_token_a_step_until_it_ends(tmp_path: Path) -> Non
         ("d", FinishReason.DEADLINE),
     ]
     assert steps[0][0].logprobs is not None and not engine.has_work
+
+
+def test_a_token_may_be_chosen() -> None:
+    engine = PacedEngine(100, 4, 9)
+    engine.apply(Commands(generate=[request("a", max_tokens=2)]))
+    assert [one.token_ids for _ in range(2) for one in engine.step(0.0).tokens] == [[9], [9]]
 
 
 def record(times: list[float], counts: list[int]) -> Record:
