@@ -207,6 +207,7 @@ class AttentionConfig:
     output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
     value_norm: NormConfig | None = None  # of each head's values: an RMS norm without gains (Gemma 4)
     keys_as_values: bool = False  # values have no projection: they are the keys before their norm (Gemma 4)
+    windowed: bool = False  # of a picture's tower: sees the patches of its own window alone (Qwen2.5-VL)
     keys_of: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own (Gemma 4)
 
     def __post_init__(self) -> None:

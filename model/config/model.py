@@ -308,6 +308,12 @@ class ModelConfig:
             raise ConfigError("a stack for images needs their patches, and makes vectors of a space with texts")
         if self.pictures is not None and not (self.form == "decoder-only" and self.head is not None):
             raise ConfigError("a model that reads pictures in its prompts is a decoder that generates")
+        if (
+            self.pictures is not None
+            and self.decoder is not None
+            and len(self.pictures.deep) >= len(self.decoder.layers)
+        ):
+            raise ConfigError(f"outputs of {len(self.pictures.deep)} layers of a tower are too many for the decoder")
         if self.audio is not None and self.form != "encoder-decoder":
             raise ConfigError("a model that reads sound is an encoder-decoder")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:

@@ -85,7 +85,18 @@ class PicturesConfig:
     tower: StackConfig
     merger: MergerConfig
     both_ways: bool = False  # the tokens of one picture see each other both ways (Gemma 3)
+    window: int | None = None  # blocks a side of the windows that `windowed` layers see (Qwen2.5-VL)
+    # Layers of the tower whose outputs are merged too, each by its own matrices, and added to a picture's rows after
+    # the decoder's first layers, one after each (Meng et al. 2024: DeepStack).
+    deep: tuple[int, ...] = ()
+    deep_merger: MergerConfig | None = None
 
     def __post_init__(self) -> None:
         if self.tower.causal:
             raise ConfigError("the patches of a picture see each other both ways")
+        if any(attention.windowed for attention in self.tower.attentions) != (self.window is not None):
+            raise ConfigError("layers that see windows of a picture need their size")
+        if bool(self.deep) != (self.deep_merger is not None) or any(
+            not 0 <= at < len(self.tower.layers) for at in self.deep
+        ):
+            raise ConfigError(f"outputs of layers {list(self.deep)} are merged, of {len(self.tower.layers)} layers")

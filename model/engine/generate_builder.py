@@ -214,7 +214,8 @@ def picture_bytes(checkpoint: Checkpoint, limits: BatchLimits) -> int:
     if config is None or decoder is None:
         return 0
     width = config.patches.elements + 2 * config.tower.hidden_size + config.merger.inner // config.patches.merge**2
-    return 4 * (picture_rows(checkpoint, limits) * decoder.hidden_size + picture_patches(checkpoint) * width)
+    kept = picture_rows(checkpoint, limits) * decoder.hidden_size * (1 + len(config.deep))
+    return 4 * (kept + picture_patches(checkpoint) * width)
 
 
 def _draft_model(

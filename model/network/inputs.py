@@ -36,6 +36,7 @@ class GivenRows(NamedTuple):
 
     rows: Tensor
     vectors: Tensor
+    added: tuple[Tensor, ...] = ()  # `[N, d]` to these rows after the first layer, the second, and so on
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class StackInput:
     single_states: Tensor | None = None  # [3, T]
     # The coordinates of each row's position, where rotary positions have sections; None: all are its position.
     coordinates: Tensor | None = None  # [coordinates, T]
+    windows: AttentionMetadata | None = None  # by which `windowed` layers attend
     given: GivenRows | None = None  # rows of pictures, in the place of tokens' vectors
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata
 from triptych.model.config.pictures import GridPositions, MergerConfig, PatchConfig, PicturesConfig
 from triptych.model.linear.base import Linear, LinearSpec, Part
 from triptych.model.linear.factory import LinearFactory
@@ -34,6 +34,11 @@ class Pictures(nn.Module):
             axes = patches.positions is GridPositions.AXES
             self.table = nn.Parameter(torch.empty(2 * patches.grid if axes else patches.grid**2 + patches.first, size))
         self.merger = Merger(config.merger, patches.merge**2, size, width, linear.within("merger"))
+        self.deep = nn.ModuleList(
+            Merger(config.deep_merger, patches.merge**2, size, width, linear.within(f"deep.{place}"))
+            for place, _ in enumerate(config.deep)
+            if config.deep_merger is not None
+        )
 
     def begin(
         self, tower: Stack, pixels: Tensor, backend: AttentionBackend, adapters: RowAdapters | None = None
@@ -41,8 +46,14 @@ class Pictures(nn.Module):
         """Begin with the normalised pixels `[C, H, W]` of a picture, whose sides are multiples of a block's."""
         patches = self.config.patches
         rows, columns = pixels.shape[1] // patches.size, pixels.shape[2] // patches.size
-        places = patch_places(rows, columns, patches.merge)  # [2, N]
-        x: Tensor = self.project(patch_rows(pixels, patches))  # [N, d]
+        places, x = patch_places(rows, columns, patches.merge), patch_rows(pixels, patches)  # [2, N], [N, P]
+        order, lengths = None, None
+        if self.config.window is not None:
+            blocks = (rows // patches.merge, columns // patches.merge)
+            order, lengths = windows(*blocks, self.config.window)
+            places, x = (_in_order(one, order, patches.merge**2) for one in (places.T, x))
+            places = places.T
+        x = self.project(x)  # [N, d]
         first = [] if self.first is None else [self.first[None].to(x.dtype)]
         if self.table is not None:
             x = x + positions_of(self.table[len(first) :], patches, places, (rows, columns)).to(x.dtype)
@@ -51,25 +62,45 @@ class Pictures(nn.Module):
         inputs = packed_input([range(len(x))], x.device, causal=False)
         coordinates = None if first else to_device(places, x.device)
         inputs = replace(inputs, coordinates=coordinates, adapters=adapters)
-        return PicturePass(StackPass(tower, x, inputs, backend), self.merger, len(first))
+        if lengths is not None:
+            lens = tuple(length * patches.merge**2 for length in lengths)
+            inputs = replace(inputs, windows=AttentionMetadata(lens, lens, causal=False, device=x.device))
+        return PicturePass(self, StackPass(tower, x, inputs, backend), order)
 
 
 @dataclass(slots=True)
 class PicturePass:
     """A picture on its way through the tower; the way may be interrupted between two layers."""
 
+    pictures: Pictures
     layers: StackPass
-    merger: Merger
-    skipped: int  # rows before those of patches
+    order: Tensor | None  # which block of the picture each block is; None: they are in their places
+    deep: list[Tensor] = field(default_factory=list)  # rows of layers before the last
 
     def advance(self, layers: int) -> None:
         """Compute the next `layers` layers, or all that are left."""
-        self.layers.advance(layers)
+        read = self.pictures.config.deep
+        while layers > 0 and len(self.deep) < len(read):
+            now = min(layers, read[len(self.deep)] + 1 - self.layers.layers_done)
+            self.layers.advance(now)
+            layers -= now
+            if self.layers.layers_done > read[len(self.deep)]:
+                self.deep.append(self.pictures.deep[len(self.deep)](self.layers.hidden))
+        if layers > 0:
+            self.layers.advance(layers)
 
     def finish(self) -> Tensor:
-        """Return the rows `[n, d]` that take the place of tokens' vectors."""
-        rows: Tensor = self.merger(self.layers.finish()[self.skipped :])
-        return rows
+        """Return the rows `[n, d]` that take the place of tokens' vectors.
+
+        `[n, d (1 + L)]` where rows of L layers are added later, these after the first.
+        """
+        self.advance(self.layers.layers_left)
+        skipped = int(self.pictures.config.patches.first)
+        rows: Tensor = self.pictures.merger(self.layers.finish()[skipped:])
+        rows = torch.cat([rows, *self.deep], dim=1) if self.deep else rows
+        if self.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(0, to_device(self.order, rows.device), rows)
 
 
 class Merger(nn.Module):
@@ -121,6 +152,18 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> Tensor:
         return cut.permute(1, 4, 2, 5, 3, 6, 0).flatten(4).flatten(0, 3)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # [N, C, size, size]
     return cut[:, :, None].expand(-1, -1, config.frames, -1, -1).flatten(1)
+
+
+def windows(rows: int, columns: int, side: int) -> tuple[Tensor, list[int]]:
+    """Return the blocks of a picture window by window, and how many each window has; those at the edges have fewer."""
+    place = torch.arange(rows * columns)
+    window = place // columns // side * -(-columns // side) + place % columns // side
+    return window.argsort(stable=True), torch.unique(window, return_counts=True)[1].tolist()
+
+
+def _in_order(patches: Tensor, blocks: Tensor, count: int) -> Tensor:
+    """Return patches `[N, ...]` in an order of their blocks of `count`."""
+    return patches.unflatten(0, (-1, count))[to_device(blocks, patches.device)].flatten(0, 1)
 
 
 def positions_of(table: Tensor, config: PatchConfig, places: Tensor, sides: tuple[int, int]) -> Tensor:

@@ -24,7 +24,7 @@ from triptych.model.network.embeddings import (
     SinusoidalPositions,
     TokenTable,
 )
-from triptych.model.network.inputs import CrossInput, StackInput, StepContext
+from triptych.model.network.inputs import CrossInput, GivenRows, StackInput, StepContext
 from triptych.model.network.layer import Layer, Residual
 from triptych.model.network.norms import build_norm
 from triptych.model.network.positions import BucketBias
@@ -150,6 +150,7 @@ class StackPass:
     ) -> None:
         self.layers_done = 0
         self._stack, self._cache = stack, cache
+        self._given = inputs.given
         x = stack.embed(tokens, inputs)
         plain = inputs.read_rows is None and not isinstance(inputs.adapters, MaskedAdapters)
         covers = plain and stack.runner is not None and stack.runner.covers(cache, cross)
@@ -178,7 +179,25 @@ class StackPass:
         if layers > 0:
             self._compute(layers)
 
+    def _add(self, given: GivenRows, layer: int) -> None:
+        """Add what is given for after a layer to its rows."""
+        x = self._residual.whole
+        self._residual = Residual(x.index_add(0, given.rows, given.added[layer].to(x.dtype)))
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states `[T, d]` after the layers that are done; a later step may overwrite them."""
+        return self._residual.whole
+
     def _compute(self, layers: int) -> None:
+        while self._given is not None and layers > 0 and self.layers_done < len(self._given.added):
+            self._run(1)
+            self._add(self._given, self.layers_done - 1)
+            layers -= 1
+        if layers > 0:
+            self._run(layers)
+
+    def _run(self, layers: int) -> None:
         first = self.layers_done
         self.layers_done += layers
         if self._runner is not None:

@@ -80,6 +80,27 @@ PICTURE_MODELS: dict[str, Callable[[], Any]] = {
         mm_tokens_per_image=16,
     ),
 }
+_VISION = dict(depth=3, hidden_size=24, intermediate_size=40, num_heads=2, patch_size=4, out_hidden_size=32)
+_VISION |= dict(spatial_merge_size=2, temporal_patch_size=2)
+_SECTIONS = dict(rope_type="default", rope_theta=500.0, mrope_section=[1, 2, 1])
+PICTURE_MODELS |= {
+    "qwen2-5-vl-pictures": random_model(
+        "Qwen2_5_VLForConditionalGeneration",
+        dict(
+            text_config=dict(_TEXT, rope_parameters=_SECTIONS),
+            vision_config=dict(_VISION, window_size=16, fullatt_block_indexes=[1]),
+            **_TOKENS,
+        ),
+    ),
+    "qwen3-vl-pictures": random_model(
+        "Qwen3VLForConditionalGeneration",
+        dict(
+            text_config=dict(_TEXT, num_hidden_layers=3, rope_parameters=dict(_SECTIONS, mrope_interleaved=True)),
+            vision_config=dict(_VISION, num_position_embeddings=25, deepstack_visual_indexes=[0, 2]),
+            **_TOKENS,
+        ),
+    ),
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3-5-pictures": _AREA,
     "llava": _FIXED,
@@ -89,6 +110,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3": dict(**_TILES, image_processor_type="Idefics3ImageProcessor"),
     "smolvlm": dict(**_TILES, image_processor_type="SmolVLMImageProcessor"),
     "gemma3-pictures": _FIXED,
+    "qwen2-5-vl-pictures": _AREA,
+    "qwen3-vl-pictures": _AREA,
 }
 # The pixels of the pictures that a kind reads, where not any.
 SQUARES = {"llava": 32, "llava-siglip": 32, "gemma3-pictures": 32, "idefics3": 24, "smolvlm": 24}

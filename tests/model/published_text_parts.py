@@ -1,7 +1,4 @@
-"""config.json of published models that also read images, and the numbers of parameters of their language models.
-
-The figures are those of the underlying language models, plus the rows that were added to token tables.
-"""
+"""config.json of published models that also read images, and the numbers of parameters of the whole."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ _QWEN_TOKENS = dict(image_token_id=151655, video_token_id=151656, vision_start_t
 _QWEN_TOKENS |= dict(vision_end_token_id=151653)
 
 PUBLISHED_TEXT_PARTS = {
-    "llava-1.5-7b-hf": Published(  # LLaMA 7B, and 64 rows of both tables
-        6_738_415_616 + 2 * 64 * 4096,
+    "llava-1.5-7b-hf": Published(  # LLaMA 7B, 64 more rows of both tables, CLIP's tower, two projections
+        7_063_427_072,
         published_config(
             "LlavaForConditionalGeneration",
             "llava",
@@ -29,13 +26,24 @@ PUBLISHED_TEXT_PARTS = {
                 vocab_size=32064,
             ),
             tie_word_embeddings=False,
-            vision_config=dict(hidden_size=1024, model_type="clip_vision_model", num_hidden_layers=24),
+            vision_config=dict(
+                hidden_size=1024,
+                image_size=336,
+                intermediate_size=4096,
+                model_type="clip_vision_model",
+                num_attention_heads=16,
+                num_hidden_layers=24,
+                patch_size=14,
+                projection_dim=768,
+                vocab_size=32000,
+            ),
             vision_feature_layer=-2,
             vision_feature_select_strategy="default",
         ),
+        not_ours=12_596_224 + 2_048,  # the tower's last layer and last norm, which nothing reads
     ),
-    "Qwen2.5-VL-7B-Instruct": Published(  # Qwen2.5 7B
-        7_615_616_512,
+    "Qwen2.5-VL-7B-Instruct": Published(  # Qwen2.5 7B, and its tower
+        8_292_166_656,
         published_config(
             "Qwen2_5_VLForConditionalGeneration",
             "qwen2_5_vl",
@@ -61,8 +69,8 @@ PUBLISHED_TEXT_PARTS = {
             vocab_size=152064,
         ),
     ),
-    "Qwen3-VL-30B-A3B-Instruct": Published(  # Qwen3 30B-A3B
-        30_532_122_624,
+    "Qwen3-VL-30B-A3B-Instruct": Published(  # Qwen3 30B-A3B, and its tower
+        31_070_754_032,
         published_config(
             "Qwen3VLMoeForConditionalGeneration",
             "qwen3_vl_moe",

@@ -23,7 +23,11 @@ def expected(kind: str, given: list[Tensor]) -> list[Tensor]:
     """Return the rows of each picture."""
     model = saved(kind).reference
     with torch.inference_mode():
-        found = model.get_image_features(**pixels_for_reference(kind, given)).pooler_output
+        whole = model.get_image_features(**pixels_for_reference(kind, given))
+    found = whole.pooler_output
+    if (deep := getattr(whole, "deepstack_features", None)) is not None:  # rows of other layers follow
+        parts = [one if isinstance(one, Tensor) else torch.cat(list(one)) for one in (found, *deep)]
+        found = [torch.cat(parts, dim=1)]
     rows = [one.flatten(0, -2) for one in (found if isinstance(found, tuple | list) else [found])]
     lengths = [one.shape[1] * one.shape[2] // 64 for one in given]
     return list(torch.cat(rows).split(lengths))

@@ -86,7 +86,9 @@ class PictureStore:
         vectors = [self._encoding(part)[part.first : part.first + len(part.rows)] for part in parts]
         self._evict({part.key for part in parts})
         rows = to_device(torch.from_numpy(np.concatenate([part.rows for part in parts])), self._model.device)
-        return GivenRows(rows, torch.cat(vectors))
+        assert self._model.decoder is not None
+        first, *added = torch.cat(vectors).split(self._model.decoder.config.hidden_size, dim=1)
+        return GivenRows(rows, first, tuple(added))
 
     def _encoding(self, part: PicturePart) -> Tensor:
         """Return the rows `[n, d]` of a picture."""
@@ -108,8 +110,9 @@ class PictureStore:
             for values in (processing.scale, processing.shift)
         )
         assert self._model.config.pictures is not None
-        size = self._model.config.pictures.patches.size
-        runs = AdapterRuns.of_segments([adapter], [source.shape[1] * source.shape[2] // size**2])
+        patches = self._model.config.pictures.patches
+        count = source.shape[1] * source.shape[2] // patches.size**2 + patches.first
+        runs = AdapterRuns.of_segments([adapter], [count])
         return self._model.begin_picture(to_device(pixels, self._model.device) * scale + shift, runs)
 
     def _evict(self, used: set[bytes]) -> None:
