@@ -80,7 +80,7 @@ SERVICE = """
     chat/chat_template  : core/context_bound core/errors chat/template_files chat/render_pool
     core                : model/errors model/api model/config model/system model/gguf model/text model/checkpoint
                           chat/chat_template chat/template_files chat/render_pool
-    images              : model/errors model/vision sandbox core
+    images              : model/errors model/api model/text model/vision sandbox core
     schemas             : model/api settings core
     observability       : model/errors model/api model/system settings core
     tenants             : settings settings/tenant core observability
@@ -89,10 +89,10 @@ SERVICE = """
                           planning/outputs
     lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox tenants images core
                           observability planning chat/render_pool
-    chat                : model/errors model/text settings sandbox core schemas planning lifecycle
+    chat                : model/errors model/api model/text settings sandbox images core schemas planning lifecycle
     http                : model/errors model/api model/text settings core schemas observability planning tenants
                           lifecycle
-    dialects            : model/api model/text core schemas planning/outputs planning lifecycle chat http
+    dialects            : model/api model/text images core schemas planning/outputs planning lifecycle chat http
     speech              : model/errors model/api model/text model/checkpoint model/speech settings sandbox core schemas
                           observability planning lifecycle http
                           dialects

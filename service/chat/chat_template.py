@@ -249,8 +249,9 @@ class ChatTemplate:
         content = text_of(last)
         if content is None:
             raise invalid("continue_final_message: the last message has no content", "continue_final_message")
-        tagged_last = {**last, "content": content + _TAG}
-        tagged = [*messages[:-1], tagged_last if isinstance(last["content"], str) else in_parts(tagged_last)]
+        said = last["content"]
+        tagged_content = content + _TAG if isinstance(said, str) else [*said[:-1], {**said[-1], "text": content + _TAG}]
+        tagged = [*messages[:-1], {**last, "content": tagged_content}]
         text = await self.render(pool, tagged, bound, add_generation_prompt=False, tools=tools, more=more)
         before, found, after = text.rpartition(_TAG.strip())
         if not found or content.strip() not in before:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from triptych.model.api.request import ImageSpan
 from triptych.model.errors import TooManyTokensError
 from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.chat_template import ChatTemplate
 from triptych.service.chat.formats import ToolFormat, calls_of, reasoning_format
 from triptych.service.chat.message_fit import (
+    ROLES_OF_OTHERS,
     fitted_messages,
     given_ids,
     new_separator,
@@ -23,6 +25,7 @@ from triptych.service.chat.tools import Json, ToolUse
 from triptych.service.core.context_bound import ContextBound, context_exceeded
 from triptych.service.core.errors import ApiError, invalid, shorten
 from triptych.service.core.models import ServedModel
+from triptych.service.images.pictures import Pictures, pictures_of, spelled_marks, without_files
 from triptych.service.lifecycle.state import Service
 from triptych.service.planning.admission import check_room
 from triptych.service.planning.checks import ReplyShape
@@ -46,6 +49,7 @@ class Conversation:
     continues: bool = False  # the prompt ends within the last message
     separator: str = field(default_factory=new_separator)
     parted: dict[str, str] = field(default_factory=dict)  # texts, with it in spelled marks: searched once
+    pictures: list[Pictures] = field(default_factory=list)  # those of all messages, checked and decoded once
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,18 @@ class Turn:
     format: ReplyFormat
     use: ToolUse
     served: ServedModel
+    images: tuple[ImageSpan, ...] = ()
 
     def shape(self) -> ReplyShape:
         """Return the reply's constraint and the special tokens that it shows; neither if it is all content."""
         if self.format.is_plain:
-            return ReplyShape()
+            return ReplyShape(images=self.images)
         calls, reasoning = self.format.calls, self.format.reasoning
         marks = (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
         ids = {self._special_id(mark) for mark in marks}
         ends = {self._special_id(mark) for mark in calls.ends} if calls is not None else set()
-        return ReplyShape(self._constraint, tuple(sorted(_known(ids))), tuple(sorted(_known(ends))))
+        shown, stops = tuple(sorted(_known(ids))), tuple(sorted(_known(ends)))
+        return ReplyShape(self._constraint, shown, stops, images=self.images)
 
     def _special_id(self, text: str) -> int | None:
         tokenizer = self.served.require_tokenizer("messages")
@@ -99,12 +105,16 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
     chat, calls, parts = await _prompt(service, served, conversation)
     tokenizer = served.require_tokenizer(param)
     reasoning = reasoning_format(chat.traits, service.settings.reasoning_format)
+    pictures = _pictures(service, served, conversation)
+    prepared = await pictures.decode(pictures_of(conversation.messages), context, param)
+    whole = pictures.expanded(parts, prepared, param)
 
-    def work() -> tuple[int, ...]:
-        return tokenizer.encode_parts(parts, most=context)
+    def work() -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+        ids = tokenizer.encode_parts(whole, most=context)
+        return ids, pictures.spans(ids, prepared, param)
 
     try:
-        ids = await service.threads.run(served.name, sum(map(len, parts)), work)
+        ids, images = await service.threads.run(served.name, sum(map(len, whole)), work)
     except TooManyTokensError as error:
         raise context_exceeded(context, f"{param} has {error.count} prompt tokens", param) from None
     if not ids:
@@ -126,22 +136,25 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         one_call=not use.parallel,
         is_held=use.is_held or (answer_is_held and bool(use.callable)),
     )
-    return Turn(list(ids), format, use, served)
+    return Turn(list(ids), format, use, served, images)
 
 
 async def count_tokens(service: Service, served: ServedModel, conversation: Conversation) -> int:
     """Return the number of tokens of the prompt that `take_turn` makes."""
     _, _, parts = await _prompt(service, served, conversation)
-    tokenizer = served.require_tokenizer(conversation.param)
+    tokenizer, param = served.require_tokenizer(conversation.param), conversation.param
+    pictures, context = _pictures(service, served, conversation), service.model_info(served.name).max_model_len
+    prepared = await pictures.decode(pictures_of(conversation.messages), context, param)
+    parts = pictures.expanded(parts, prepared, param)
     size = sum(map(len, parts))
     count = await service.threads.run(served.name, size, lambda: len(tokenizer.encode_parts(parts)))
     if not count:
-        raise _empty(conversation.param)
+        raise _empty(param)
     return count
 
 
 async def rendered(service: Service, served: ServedModel, conversation: Conversation) -> list[str]:
-    """Return the text of the prompt that `take_turn` makes, cut within spelled marks."""
+    """Return the text of the prompt that `take_turn` makes, cut within spelled marks and without pictures."""
     return (await _prompt(service, served, conversation))[2]
 
 
@@ -162,8 +175,17 @@ async def _prompt(
         if len(found) > most:
             raise invalid(f"{name} has {len(found)} entries, more than {most}", name)
     served.require_tokenizer(param)
+    _pictures(service, served, conversation)
     check_room(service.client, served)
     return chat, calls, await _rendered(service, served, chat, conversation, calls)
+
+
+def _pictures(service: Service, served: ServedModel, conversation: Conversation) -> Pictures:
+    """Return the pictures of a conversation, which are checked the first time; raises an `ApiError`."""
+    if not conversation.pictures:
+        found = pictures_of(conversation.messages)
+        conversation.pictures.append(Pictures(service.images, served, found, service.limits.max_detailed_inputs))
+    return conversation.pictures[0]
 
 
 def template_variables(
@@ -217,9 +239,15 @@ async def _rendered(
 
     marks, separator = served.require_tokenizer(conversation.param).spelled_marks, conversation.separator
 
+    processing = _pictures(service, served, conversation).processing
+
     def fitted() -> list[Json]:
-        fitting = fitted_messages(conversation.messages, tools, chat, calls)
-        return parted_messages(fitting, marks, separator, conversation.parted)
+        fitting = fitted_messages(without_files(conversation.messages), tools, chat, calls)
+        found = parted_messages(fitting, marks, separator, conversation.parted)
+        if processing is None:
+            return found
+        others = {one["role"] for one in found} - ROLES_OF_OTHERS
+        return parted_messages(found, spelled_marks(processing), separator, {}, others)
 
     limits, context = service.limits, service.model_info(served.name).max_model_len
     bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych.model.text.spelled_marks import SpelledMarks
@@ -12,6 +12,7 @@ from triptych.service.chat.call_grammar import written_calls
 from triptych.service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
 from triptych.service.chat.formats import ToolFormat, fitting_id
 from triptych.service.chat.tools import Json, Tool
+from triptych.service.images.pictures import Content, merged
 
 # -- Tools for chat templates that know none: plain messages describe the tools and the earlier calls.
 
@@ -21,7 +22,7 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
-_OTHERS = ("user", "tool")  # the roles whose texts come from outside
+ROLES_OF_OTHERS = frozenset(("user", "tool"))  # whose texts come from outside
 _PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
@@ -32,33 +33,33 @@ def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json
     calls become one user message, because many templates require alternating roles.
     """
     found: list[Json] = []
-    joined: dict[int, list[str]] = {}  # texts of messages, by place: joined once
+    joined: dict[int, list[Content]] = {}  # contents of messages, by place: joined once
     names: dict[str, str] = {}  # of functions, by the id of their call
     joins = False  # whether the last message is a tool's, to which results and user messages are joined
     for message in messages:
         role = message["role"]
         if role == "tool":
-            text = _result(message, names)
+            said = _result(message, names)
         elif message.get("tool_calls"):
             calls = [call["function"] for call in message["tool_calls"]]
             names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if call.get("id")}
-            text = "\n".join(filter(None, (message.get("content"), json.dumps(calls, ensure_ascii=False))))
-            message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
+            said = "\n".join(filter(None, (message.get("content"), json.dumps(calls, ensure_ascii=False))))
+            message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": said}
         else:
-            text = message.get("content") or ""
+            said = message.get("content") or ""
         if role in ("tool", "user") and joins:
-            joined.setdefault(len(found) - 1, [found[-1]["content"]]).append(text)
+            joined.setdefault(len(found) - 1, [found[-1]["content"]]).append(said)
         else:
-            found.append({"role": "user", "content": text} if role == "tool" else message)
+            found.append({"role": "user", "content": said} if role == "tool" else message)
         joins = role == "tool"
-    for at, texts in joined.items():
-        found[at] = found[at] | {"content": "\n".join(texts)}
+    for at, contents in joined.items():
+        found[at] = found[at] | {"content": merged(contents)}
     return _introduced(found, tools) if tools else found
 
 
-def _result(message: Json, names: dict[str, str]) -> str:
+def _result(message: Json, names: dict[str, str]) -> Content:
     name = names.get(message.get("tool_call_id", ""), message.get("name", ""))
-    return f"Result of {name}:\n{message.get('content') or ''}" if name else f"Result:\n{message.get('content') or ''}"
+    return merged((f"Result of {name}:" if name else "Result:", message.get("content") or ""))
 
 
 def _introduced(messages: list[Json], tools: Sequence[Tool]) -> list[Json]:
@@ -67,7 +68,7 @@ def _introduced(messages: list[Json], tools: Sequence[Tool]) -> list[Json]:
     first = messages[0]
     content = first.get("content") or ""
     parts = (content, description) if first["role"] in ("system", "developer") else (description, content)
-    return [first | {"content": "\n\n".join(filter(None, parts))}, *messages[1:]]
+    return [first | {"content": merged([part for part in parts if part], "\n\n")}, *messages[1:]]
 
 
 def _written(value: object) -> str:
@@ -125,12 +126,18 @@ def texts_of(message: Json) -> Iterator[str]:
             yield text
 
 
-def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str, known: dict[str, str]) -> list[Json]:
-    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before."""
-    for text in (text for one in messages if one["role"] in _OTHERS for text in texts_of(one)):
+def parted_messages(
+    messages: Sequence[Json],
+    marks: SpelledMarks,
+    separator: str,
+    known: dict[str, str],
+    roles: Collection[str] = ROLES_OF_OTHERS,
+) -> list[Json]:
+    """Return the messages with a separator in each mark that `roles` spell; `known` are texts done before."""
+    for text in (text for one in messages if one["role"] in roles for text in texts_of(one)):
         if text not in known:
             known[text] = marks.parted(text, separator)
-    return [_parted(one, known) if one["role"] in _OTHERS else one for one in messages]
+    return [_parted(one, known) if one["role"] in roles else one for one in messages]
 
 
 def _parted(message: Json, known: Mapping[str, str]) -> Json:

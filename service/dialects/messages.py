@@ -23,6 +23,7 @@ from triptych.service.dialects.common import native_generate, sampling_fields
 from triptych.service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
+    ImageBlock,
     MessagesBody,
     RedactedThinkingBlock,
     TextBlock,
@@ -32,6 +33,7 @@ from triptych.service.dialects.messages_bodies import (
     UnservedText,
 )
 from triptych.service.http.json_replies import Generation
+from triptych.service.images.pictures import Content, content_of, merged, picture, text
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.parameters import MESSAGES
 
@@ -53,8 +55,8 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
         for one in _messages(message, f"messages[{at}]"):
             _add(found, one)
     for one in found:
-        if isinstance(one["content"], list):
-            one["content"] = "\n".join(one["content"])
+        if isinstance(one["content"], _Contents):
+            one["content"] = merged(one["content"])
     last = found[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
     tools = tuple(
@@ -102,6 +104,10 @@ def check_thinking(body: MessagesBody, format: ReplyFormat) -> None:
         raise invalid(message, "thinking.budget_tokens")
 
 
+class _Contents(list[Content]):
+    """The contents of consecutive messages of one author, which form one turn."""
+
+
 def _text(content: str | Sequence[TextBlock | UnservedText] | None) -> str:
     return content or "" if content is None or isinstance(content, str) else "\n".join(one.text for one in content)
 
@@ -111,10 +117,10 @@ def _add(messages: list[Json], one: Json) -> None:
     last = messages[-1] if messages else {}
     if one["role"] == "tool" or last.get("role") != one["role"] or not last.keys() == one.keys() == {"role", "content"}:
         messages.append(one)
-    elif isinstance(last["content"], list):
+    elif isinstance(last["content"], _Contents):
         last["content"].append(one["content"])
     else:
-        last["content"] = [last["content"], one["content"]]
+        last["content"] = _Contents((last["content"], one["content"]))
 
 
 def _messages(message: ConversationMessage, param: str) -> list[Json]:
@@ -122,16 +128,17 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     found: list[Json] = []
-    texts: list[str] = []
+    parts: list[Json] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     for at, block in enumerate(message.content):
         match block:
             case TextBlock():
-                texts.append(block.text)
+                parts.append(text(block.text))
+            case ImageBlock():
+                parts.append(_image(block, f"{param}.content[{at}].source"))
             case ToolResultBlock() if message.role == "user":
-                text = _text(block.content)
-                content = f"Error: {text}" if block.is_error else text
+                content = _result(block, f"{param}.content[{at}].content")
                 found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case RedactedThinkingBlock() if message.role == "assistant":
                 pass
@@ -143,14 +150,37 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
             case _:
                 place = f"{param}.content[{at}]"
                 raise invalid(f"{place}: a {block.type} block has no place in a message of the {message.role}", place)
-    if texts or thoughts or calls:
-        own: Json = {"role": message.role, "content": "\n".join(texts)}
+    if parts or thoughts or calls:
+        own: Json = {"role": message.role, "content": content_of(parts, message.role)}
         if thoughts:
             own["reasoning_content"] = "".join(thoughts)
         if calls:
             own["tool_calls"] = calls
         found.append(own)
     return found
+
+
+def _result(block: ToolResultBlock, param: str) -> Content:
+    """Return what a tool returned; a failure is marked."""
+    given = block.content or ""
+    content: Content
+    if isinstance(given, str):
+        content = given
+    else:
+        parts = [
+            _image(one, f"{param}[{at}].source") if isinstance(one, ImageBlock) else text(one.text)
+            for at, one in enumerate(given)
+        ]
+        content = content_of(parts, "tool")
+    return merged(("Error", content), ": ") if block.is_error else content
+
+
+def _image(block: ImageBlock, param: str) -> Json:
+    if block.source.type != "base64":
+        raise invalid(f"{param}.type must be base64, found {block.source.type}", f"{param}.type", "not_supported")
+    if block.source.data is None:
+        raise invalid(f"{param}.data is required", f"{param}.data", "missing_field")
+    return picture(block.source.data, f"{param}.data")
 
 
 def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], room: int) -> GenerateBody:

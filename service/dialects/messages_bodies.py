@@ -28,6 +28,7 @@ from triptych.service.dialects.common import (
 from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
 from triptych.service.dialects.other_fields import Cached, Transferred
 from triptych.service.schemas.parameters import MESSAGES, Parameters
+from triptych.service.schemas.types import PIXEL
 
 
 class TextBlock(DialectBody):
@@ -64,6 +65,30 @@ class ToolUseBlock(DialectBody):
     cache_control: Cached = None
 
 
+class ImageSource(DialectBody):
+    type: Literal["base64", "url", "file"] = Field(description="Only base64 is read.", examples=["base64"])
+    media_type: str | None = Field(None, description="Not needed: the file says what it is.", examples=["image/jpeg"])
+    data: str | None = Field(None, description="The file in base64.", examples=[PIXEL])
+    url: Annotated[Any, Refused(instead="data, the file in base64: no address is followed")] = None
+    file_id: NotSupported = None
+
+
+class ImageBlock(DialectBody):
+    """An image in a message of the user, or in the result of a tool, for models that read pictures."""
+
+    type: Literal["image"] = Field(description="The type of the block.", examples=["image"])
+    source: ImageSource = Field(description="The image.")
+    transformations: Annotated[Any, Refused({}, {"oversized_image": "downsize"})] = None
+    cache_control: Cached = None
+
+
+class UnservedResult(Unserved):
+    """A block that no result of a tool has."""
+
+    source: NotSupported = None
+    type: Annotated[Any, ServedTypes("text", "image")]
+
+
 class UnservedText(Unserved):
     """A block that is not text, where only text is read."""
 
@@ -75,7 +100,7 @@ class UnservedBlock(Unserved):
     """A block that chat models here cannot read, or of a tool that this service does not have."""
 
     source: NotSupported = None
-    type: Annotated[Any, ServedTypes("text", "thinking", "tool_use", "tool_result")]
+    type: Annotated[Any, ServedTypes("text", "image", "thinking", "tool_use", "tool_result")]
 
 
 TextBlocks = Annotated[
@@ -92,10 +117,26 @@ Texts = Annotated[
 ]
 
 
+ResultBlocks = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[SkipJsonSchema[UnservedResult], Tag(OTHER)],
+    Discriminator(
+        by_type({"text": "<text>", "image": "<image>"}),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a block of text or an image",
+    ),
+]
+Results = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ResultBlocks], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(by_content),
+]
+
+
 class ToolResultBlock(DialectBody):
     type: Literal["tool_result"] = Field(description="The type of the block.", examples=["tool_result"])
     tool_use_id: str = Field(description="Id of the call.", examples=["toolu_1"])
-    content: Texts | None = Field(None, description="The text that the tool returned.", examples=["Sun"])
+    content: Results | None = Field(None, description="What the tool returned.", examples=["Sun"])
     is_error: bool | None = Field(
         None, description="The tool failed: the text is marked as an error.", examples=[False]
     )
@@ -105,6 +146,7 @@ class ToolResultBlock(DialectBody):
 
 _BLOCKS = {
     "text": "<text>",
+    "image": "<image>",
     "thinking": "<thinking>",
     "redacted_thinking": "<redacted>",
     "tool_use": "<use>",
@@ -114,6 +156,7 @@ _BLOCKS = {
 
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted>")]
     | Annotated[ToolUseBlock, Tag("<use>")]
@@ -122,7 +165,7 @@ ContentBlock = Annotated[
     Discriminator(
         by_type(_BLOCKS),
         custom_error_type="union_type",
-        custom_error_message="Input should be a block of text, thinking, tool_use or tool_result",
+        custom_error_message="Input should be a block of text, image, thinking, tool_use or tool_result",
     ),
 ]
 Blocks = Annotated[

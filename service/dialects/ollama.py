@@ -6,7 +6,7 @@ cancelled has the done_reason `abort`, as in OpenAI's API here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,6 +37,7 @@ from triptych.service.dialects.ollama_bodies import (
 from triptych.service.dialects.openai import tool
 from triptych.service.dialects.openai_replies import shown_token
 from triptych.service.http.json_replies import Generation, Json, JsonLines
+from triptych.service.images.pictures import Content, content_of, picture, text
 from triptych.service.planning.encode import EncodePlan
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.encode_bodies import EncodeBody
@@ -69,15 +70,17 @@ def chat_conversation(body: OllamaChatBody, served: ServedModel) -> Conversation
 def prompt_conversation(body: OllamaGenerateBody, served: ServedModel) -> Conversation:
     """Return a prompt as a conversation."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    messages: list[Json] = [*system, {"role": "user", "content": body.prompt}]
+    content = _content(body.prompt or "", body.images, "images", "user")
+    messages: list[Json] = [*system, {"role": "user", "content": content}]
     return Conversation(messages, variables=_variables(body, served), param="prompt")
 
 
 def _messages(given: Iterable[OllamaMessage]) -> Iterator[Json]:
     """Yield the messages of a template. Calls without an id get one, and results take those of the calls in order."""
     count, open_calls = 0, list[tuple[str, str]]()  # ids and names of the calls that wait for a result
-    for one in given:
-        found: Json = {"role": one.role.lower(), "content": one.content or ""}
+    for at, one in enumerate(given):
+        role = one.role.lower()
+        found: Json = {"role": role, "content": _content(one.content or "", one.images, f"messages[{at}].images", role)}
         if one.thinking:
             found["reasoning_content"] = one.thinking
         if one.tool_calls:
@@ -102,6 +105,14 @@ def _messages(given: Iterable[OllamaMessage]) -> Iterator[Json]:
         yield found
 
 
+def _content(words: str, images: Sequence[str] | None, param: str, role: str) -> Content:
+    """Return the content of a message, whose images come first, as in Ollama."""
+    if not images:
+        return words
+    parts = [picture(one, f"{param}[{at}]") for at, one in enumerate(images)]
+    return content_of([*parts, text(words)] if words else parts, role)
+
+
 def _variables(body: WritingBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
     """Return the variables of the template; without `think` a model reasons if it can, as in Ollama."""
     found: dict[str, tuple[Any, str]] = {}
@@ -122,6 +133,9 @@ def check(body: WritingBody) -> None:
     """Raise `ApiError`, with the body's own field names, for fields that contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if isinstance(body, OllamaGenerateBody) and body.images and (body.raw or body.suffix or body.context):
+        excluded = "raw" if body.raw else "suffix" if body.suffix else "context"
+        raise invalid(f"images and {excluded} exclude each other: the chat template gives images their place", "images")
     if isinstance(body, OllamaGenerateBody) and (body.system or body.context):
         if body.raw:
             raise invalid("raw mode does not support template, system, or context", "raw")
@@ -299,7 +313,7 @@ class OllamaReply(JsonLines, BlockRendering):
             "eval_duration": round(timings["decode_ms"] * _NANOSECONDS),
         }
         request = self._generation.plan.requests[0]
-        if self._has_context and request.source is None:
+        if self._has_context and request.source is None and not request.images:
             found["context"] = [*request.prompt_token_ids, *self._ids]
         return found
 

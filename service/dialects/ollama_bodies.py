@@ -21,7 +21,7 @@ from triptych.service.dialects.common import (
 )
 from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, FunctionTool, ToolBody
 from triptych.service.schemas.parameters import OLLAMA, Parameters
-from triptych.service.schemas.types import Text, TokenId
+from triptych.service.schemas.types import PIXEL, Text, TokenId
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _PART = r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)"
@@ -154,6 +154,12 @@ class OllamaCall(DialectBody):
     function: CalledFunction = Field(description="The call.")
 
 
+Images = Annotated[
+    list[Text] | None,
+    Field(description="Image files in base64, before the text, for models that read pictures.", examples=[[PIXEL]]),
+]
+
+
 class OllamaMessage(DialectBody):
     role: Text = Field(description="The role of the author.", examples=["user"])
     content: str | None = Field(None, description="The text.", examples=["Hello"])
@@ -162,7 +168,7 @@ class OllamaMessage(DialectBody):
     tool_name: str | None = Field(None, description="The tool that a result is of.", examples=["weather"])
     tool_call_id: str | None = Field(None, description="Id of the call that a result is of.", examples=["call_1"])
     name: str | None = Field(None, description="`tool_name`, by its name elsewhere.", examples=[None])
-    images: NotFilled = None
+    images: Images = None
 
 
 class OllamaFunction(FunctionTool):
@@ -211,7 +217,7 @@ class OllamaGenerateBody(WritingBody):
         examples=["\n\nprint(add(1, 2))\n"],
     )
     template: Annotated[Any, Refused("", instead="raw")] = None
-    images: NotFilled = None
+    images: Images = None
     truncate: NotTrue = None
     width: NotFilled = None
     height: NotFilled = None

@@ -13,6 +13,7 @@ from triptych.service.core.models import ServedModel
 from triptych.service.dialects.ollama import timestamp
 from triptych.service.http.bodies import LATEST
 from triptych.service.http.json_replies import Json
+from triptych.service.images.pictures import processing_of
 from triptych.service.lifecycle.state import Service
 
 API_VERSION: Final = "0.35.0"  # the version of Ollama whose API this is: programs ask for a lowest one
@@ -83,7 +84,8 @@ def abilities(service: Service, served: ServedModel) -> list[str]:
         return ["embedding"] if config.classifier is None else []
     chat = chat_abilities(served.chat, "", tools=settings.tool_format, reasoning=settings.reasoning_format)
     marks = served.tokenizer and served.tokenizer.infilling(sentinels=served.is_encoder_decoder)
-    more = {"tools": chat["tools"], "thinking": chat["reasoning"], "insert": marks}
+    sees = processing_of(served) and served.chat
+    more = {"vision": sees, "tools": chat["tools"], "thinking": chat["reasoning"], "insert": marks}
     return ["completion", *(name for name, found in more.items() if found is not None)]
 
 

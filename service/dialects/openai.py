@@ -19,6 +19,7 @@ from triptych.service.dialects.openai_bodies import (
     ChatBody,
     CompletionBody,
     Format,
+    ImagePart,
     Message,
     NamedTool,
     RefusalPart,
@@ -28,6 +29,7 @@ from triptych.service.dialects.openai_bodies import (
     UnservedPart,
 )
 from triptych.service.http.json_replies import Json
+from triptych.service.images.pictures import Content, content_of, picture, text
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.parameters import OPENAI
 
@@ -142,7 +144,7 @@ def message(one: Message, param: str) -> Json:
     if "reasoning" in found:
         found.setdefault("reasoning_content", found.pop("reasoning"))
     if one.content is not None:
-        found["content"] = joined(one.content)
+        found["content"] = _content(one.content, param, one.role)
     elif refusal is not None:
         found["content"] = refusal
     for call in found.get("tool_calls", ()):
@@ -158,6 +160,23 @@ def joined(content: str | Sequence[TextPart | RefusalPart | UnservedPart]) -> st
         if isinstance(content, str)
         else "\n".join(part.text for part in content if not isinstance(part, UnservedPart))
     )
+
+
+def _content(
+    content: str | Sequence[TextPart | ImagePart | RefusalPart | UnservedPart], param: str, role: str
+) -> Content:
+    """Return the content of a message, which is the field `param`, as one text or with images as a list of parts."""
+    if isinstance(content, str):
+        return content
+    return content_of([_part(one, f"{param}.content[{at}].image_url") for at, one in enumerate(content)], role)
+
+
+def _part(part: TextPart | ImagePart | RefusalPart | UnservedPart, param: str) -> Json:
+    if not isinstance(part, ImagePart):
+        return text(part.text)
+    if isinstance(part.image_url, str):
+        return picture(part.image_url, param)
+    return picture(part.image_url.url, f"{param}.url", part.image_url.detail)
 
 
 def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:

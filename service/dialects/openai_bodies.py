@@ -25,7 +25,7 @@ from triptych.service.dialects.common import (
 )
 from triptych.service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
 from triptych.service.schemas.parameters import OPENAI, Parameters
-from triptych.service.schemas.types import PromptOrNone, Text, TextOrTexts, TokenId
+from triptych.service.schemas.types import PIXEL, Detail, PromptOrNone, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -151,7 +151,7 @@ class CompletionBody(Sampling):
 
 
 class TextPart(DialectBody):
-    type: Literal["text"] = Field(description="Only text is supported.", examples=["text"])
+    type: Literal["text"] = Field(description="The type of the part.", examples=["text"])
     text: str = Field(description="The text.", examples=["Hello"])
     prompt_cache_breakpoint: Cached = None
     cache_control: Cached = None
@@ -168,22 +168,59 @@ class RefusalPart(DialectBody):
         return self.refusal
 
 
+class ImageUrl(DialectBody):
+    url: str = Field(description="A data URL; an address is refused.", examples=[f"data:image/png;base64,{PIXEL}"])
+    detail: Detail | None = Field(
+        None, description="`low`: the image takes fewer tokens, of models that read any size.", examples=["auto"]
+    )
+
+
+class ImagePart(DialectBody):
+    """An image in a message of a user or a tool, for models that read pictures."""
+
+    type: Literal["image_url"] = Field(description="The type of the part.", examples=["image_url"])
+    image_url: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[ImageUrl, Tag("<url>")],
+        Discriminator(lambda value: "<text>" if isinstance(value, str) else "<url>"),
+    ] = Field(description="The image, or only its `url`.", examples=[{"url": f"data:image/png;base64,{PIXEL}"}])
+    uuid: Annotated[Any, Ignored("equal images are found by their pixels; vLLM's")] = None
+    prompt_cache_breakpoint: Cached = None
+    cache_control: Cached = None
+
+
 class UnservedPart(Unserved):
     """A part that chat models here cannot read."""
 
-    image_url: NotSupported = None
     image_embeds: NotSupported = None
     input_audio: NotSupported = None
     audio_url: NotSupported = None
     video_url: NotSupported = None
     file: NotSupported = None
+    type: Annotated[Any, ServedTypes("text", "image_url", "refusal")]
+
+
+class UnservedPrediction(UnservedPart):
+    """A part that no prediction has."""
+
+    image_url: NotSupported = None
     type: Annotated[Any, ServedTypes("text", "refusal")]
 
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[SkipJsonSchema[UnservedPart], Tag(OTHER)],
+    Discriminator(
+        by_type({"text": "<text>", "image_url": "<image>", "refusal": "<refusal>"}),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a part of the type text, image_url or refusal",
+    ),
+]
+PredictedPart = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[SkipJsonSchema[UnservedPrediction], Tag(OTHER)],
     Discriminator(
         by_type({"text": "<text>", "refusal": "<refusal>"}),
         custom_error_type="union_type",
@@ -196,11 +233,17 @@ Content = Annotated[
 ]
 
 
+Predicted = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[PredictedPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    Discriminator(by_content),
+]
+
+
 class Prediction(DialectBody):
     """A text that much of the answer is expected to repeat."""
 
     type: Literal["content"] = Field(description="Only content is predicted.", examples=["content"])
-    content: Content = Field(description="The text.", examples=["def add(a, b):\n    return a + b\n"])
+    content: Predicted = Field(description="The text.", examples=["def add(a, b):\n    return a + b\n"])
 
 
 class FunctionCall(DialectBody):
@@ -231,7 +274,7 @@ class Message(DialectBody):
 
     role: Text = Field(description="The role of the author.", examples=["user"])
     content: Content | None = Field(
-        None, description="Text, or parts of type `text`, joined by line breaks.", examples=["Hello"]
+        None, description="Text, or parts of type `text`, joined by line breaks, and `image_url`.", examples=["Hello"]
     )
     name: str | None = Field(None, description="Passed to the template.", examples=["Ada"])
     tool_calls: list[ToolCall] | None = Field(None, description="Tool calls of an assistant, passed to the template.")

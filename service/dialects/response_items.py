@@ -8,6 +8,7 @@ from typing import Any
 
 from triptych.service.chat.tools import Json
 from triptych.service.core.errors import invalid, shorten
+from triptych.service.images.files import as_data_url
 
 
 def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool) -> Json:
@@ -38,18 +39,26 @@ def _items(message: Mapping[str, Any]) -> Iterator[Json]:
     done: Json = {"status": "completed"}
     content = message.get("content") or ""
     if message["role"] == "tool":
-        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": content, **done}
+        output = content if isinstance(content, str) else list(map(_part, content))
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": output, **done}
         return
     if thought := message.get("reasoning_content"):
         yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}], **done}
     is_assistant = message["role"] == "assistant"
     if content or not is_assistant:
-        text: Json = {"type": "input_text", "text": content}
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        shown = list(map(_part, parts))
         if is_assistant:
-            text = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
-        yield {"type": "message", "role": message["role"], "content": [text], **done}
+            shown = [{"type": "output_text", "text": content, "annotations": [], "logprobs": []}]
+        yield {"type": "message", "role": message["role"], "content": shown, **done}
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": written}
         yield {"type": "function_call", **named, **done}
+
+
+def _part(part: Mapping[str, Any]) -> Json:
+    if part["type"] == "text":
+        return {"type": "input_text", "text": part["text"]}
+    return {"type": "input_image", "image_url": as_data_url(part["file"]), "detail": part["detail"], "file_id": None}

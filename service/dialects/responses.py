@@ -19,6 +19,7 @@ from triptych.service.dialects.common import native_generate, native_top_k, samp
 from triptych.service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
+    InputImage,
     InputMessage,
     InputReasoning,
     ResponsesAllowedTools,
@@ -28,6 +29,7 @@ from triptych.service.dialects.responses_bodies import (
     ResponsesTool,
 )
 from triptych.service.http.json_replies import Generation
+from triptych.service.images.pictures import Content, content_of, picture, text
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.parameters import RESPONSES
 
@@ -53,7 +55,16 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
     others = body.chat_template_kwargs
     variables = template_variables(served.chat, effort, "reasoning.effort", body.enable_thinking, others)
     use = _tool_use(body)
-    return Conversation(_instructed(body, [*before, *input_messages(body)]), use, variables, param="input")
+    messages = [*map(_earlier, before), *input_messages(body)]
+    return Conversation(_instructed(body, messages), use, variables, param="input")
+
+
+def _earlier(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of an earlier response; errors of its images name that response."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [one | {"param": "previous_response_id"} for one in content]}
 
 
 def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[Json]:
@@ -109,29 +120,39 @@ def input_messages(body: ResponsesBody) -> list[Json]:
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     found: list[Json] = []
-    for item in body.input:
+    for at, item in enumerate(body.input):
         match item:
             case InputMessage():
+                content = _content(item.content, f"input[{at}].content", item.role)
                 if item.role == "assistant":
-                    _add(found, {"content": _text(item.content)})
+                    _add(found, {"content": content})
                 else:
-                    found.append({"role": item.role, "content": _text(item.content)})
+                    found.append({"role": item.role, "content": content})
             case InputReasoning():
                 _add(found, {"reasoning_content": "".join(one.text for one in item.content or ())})
             case InputCall():
                 name = _full_name(item.namespace, item.name)
                 _add(found, {"tool_calls": [call_message(item.call_id, name, item.arguments)]})
             case InputCallOutput():
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                content = _content(item.output, f"input[{at}].output", "tool")
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     for one in found:
         for name in ("content", "reasoning_content"):
-            if isinstance(one.get(name), list):
+            if one["role"] == "assistant" and isinstance(one.get(name), list):
                 one[name] = "".join(one[name])
     return found
 
 
-def _text(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _content(content: str | list[Any], param: str, role: str) -> Content:
+    if isinstance(content, str):
+        return content
+    parts = [
+        picture(part.image_url, f"{param}[{at}].image_url", part.detail)
+        if isinstance(part, InputImage)
+        else text(part.text)
+        for at, part in enumerate(content)
+    ]
+    return content_of(parts, role)
 
 
 def call_message(id: str, name: str, arguments: str) -> Json:

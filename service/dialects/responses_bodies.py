@@ -26,7 +26,7 @@ from triptych.service.dialects.common import (
 from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, RefusalPart, choice_shape
 from triptych.service.dialects.other_fields import Cached, Routed
 from triptych.service.schemas.parameters import RESPONSES, Parameters
-from triptych.service.schemas.types import TextOrTexts
+from triptych.service.schemas.types import PIXEL, Detail, TextOrTexts
 
 _Marked = Annotated[Any, Ignored("clients copy it from replies")]
 _Direct = Annotated[Any, Refused({"type": "direct"})]
@@ -34,7 +34,7 @@ _Direct = Annotated[Any, Refused({"type": "direct"})]
 
 class InputText(DialectBody):
     type: Literal["input_text", "output_text", "text"] = Field(
-        description="Only text is supported.", examples=["input_text"]
+        description="The type of the part.", examples=["input_text"]
     )
     text: str = Field(description="The text.", examples=["Hello"])
     annotations: Annotated[Any, Ignored("templates read no citations")] = None
@@ -43,26 +43,41 @@ class InputText(DialectBody):
     prompt_cache_breakpoint: Cached = None
 
 
+class InputImage(DialectBody):
+    """An image of a user or of a function, for models that read pictures."""
+
+    type: Literal["input_image"] = Field(description="The type of the part.", examples=["input_image"])
+    image_url: str = Field(
+        description="A data URL; an address is refused.", examples=[f"data:image/png;base64,{PIXEL}"]
+    )
+    detail: Detail | None = Field(
+        None, description="`low`: the image takes fewer tokens, of models that read any size.", examples=["auto"]
+    )
+    file_id: NotSupported = None
+    prompt_cache_breakpoint: Cached = None
+
+
 class UnservedInput(Unserved):
     """A part that chat models here cannot read."""
 
-    image_url: NotSupported = None
     file_url: NotSupported = None
     file_data: NotSupported = None
     file_id: NotSupported = None
     input_audio: NotSupported = None
-    type: Annotated[Any, ServedTypes("input_text", "output_text", "refusal")]
+    type: Annotated[Any, ServedTypes("input_text", "input_image", "output_text", "refusal")]
 
 
-_PARTS = dict.fromkeys(("input_text", "output_text", "text"), "<text>") | {"refusal": "<refusal>"}
+_PARTS = dict.fromkeys(("input_text", "output_text", "text"), "<text>")
+_PARTS |= {"refusal": "<refusal>", "input_image": "<image>"}
 InputPart = Annotated[
     Annotated[InputText, Tag("<text>")]
+    | Annotated[InputImage, Tag("<image>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[SkipJsonSchema[UnservedInput], Tag(OTHER)],
     Discriminator(
         by_type(_PARTS),
         custom_error_type="union_type",
-        custom_error_message="Input should be a part of the type input_text, output_text or refusal",
+        custom_error_message="Input should be a part of the type input_text, input_image, output_text or refusal",
     ),
 ]
 InputContent = Annotated[

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.processing import ImageProcessing
 from triptych.service.core.errors import ApiError, invalid, shorten, unavailable
 from triptych.service.images.image_pool import RequestImages
 from triptych.service.sandbox.process_pool import WorkerError
+
+T = TypeVar("T")
 
 _SCHEME = 32  # characters in which an address has its scheme
 _SPACES = {ord(one): None for one in " \t\r\n"}  # programs break lines of base64
@@ -28,11 +32,20 @@ def file_bytes(value: str, param: str) -> bytes:
         raise _refused(f"{param} is not base64", param) from None
 
 
+def as_data_url(value: str) -> str:
+    """Return an image in base64 or a data URL as a data URL."""
+    return value if value[:5].lower() == "data:" else f"data:application/octet-stream;base64,{value}"
+
+
 async def pixels_of(value: str, param: str, images: RequestImages, processing: ImageProcessing) -> bytes:
     """Return an image as the pixels that the model reads; raises a 400 that names `param`, or a 503."""
-    data = file_bytes(value, param)
+    return await decoded(images.prepare(file_bytes(value, param), processing), param)
+
+
+async def decoded(work: Awaitable[T], param: str) -> T:
+    """Return the result of decoding the file that is the field `param`; raises a 400 that names it, or a 503."""
     try:
-        return await images.prepare(data, processing)
+        return await work
     except WorkerError as error:
         raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
     except ImageError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.decoding import MAX_PIXELS, ImageError
+from triptych.model.vision.pictures import PictureProcessing, PreparedPicture
 from triptych.model.vision.processing import ImageProcessing
 from triptych.service.core.errors import no_room
 from triptych.service.core.request_context import current
@@ -28,9 +29,24 @@ class ImageWorker(ForkingWorker):
 
         Raises `ImageError` if the file is at fault, else `WorkerError`.
         """
-        request = {"processing": asdict(processing), "most_pixels": most_pixels, "all_pixels": self._all_pixels}
+        reply, pixels = self._decoded(data, processing, most_pixels, {})
+        return pixels, reply["pixels"]
+
+    def prepare_picture(
+        self, data: bytes, processing: PictureProcessing, most_pixels: int, detail: str
+    ) -> tuple[PreparedPicture, int]:
+        """Decode a picture of a prompt, as `prepare` does."""
+        reply, pixels = self._decoded(data, processing, most_pixels, {"detail": detail})
+        found = reply["picture"]
+        shape, tiles = tuple(found.pop("shape")), tuple(found.pop("tiles"))
+        return PreparedPicture(**found, features=pixels, shape=shape, tiles=tiles), reply["pixels"]
+
+    def _decoded(
+        self, data: bytes, processing: ImageProcessing, most_pixels: int, more: dict[str, Any]
+    ) -> tuple[dict[str, Any], bytes]:
+        request = {"processing": asdict(processing), "most_pixels": most_pixels, "all_pixels": self._all_pixels, **more}
         try:
-            reply, pixels = self.ask_with_bytes(request, data)
+            reply, pixels = self.ask_with_bytes(request, data, 3 * MAX_PIXELS)
         except WorkerError as error:
             if error.kind in ("refused", "memory"):
                 raise ImageError(str(error)) from None
@@ -39,7 +55,7 @@ class ImageWorker(ForkingWorker):
             if error.kind == "crashed":
                 raise ImageError("the image file is broken: its decoder failed") from None
             raise
-        return bytes(pixels), reply["pixels"]
+        return reply, bytes(pixels)
 
 
 class ImagePool:
@@ -61,6 +77,12 @@ class ImagePool:
     async def prepare(self, data: bytes, processing: ImageProcessing, most_pixels: int) -> tuple[bytes, int]:
         """Do what `ImageWorker.prepare` does with a free worker; raises what it raises."""
         return await self._pool.run(lambda worker: worker.prepare(data, processing, most_pixels))
+
+    async def prepare_picture(
+        self, data: bytes, processing: PictureProcessing, most_pixels: int, detail: str
+    ) -> tuple[PreparedPicture, int]:
+        """Do what `ImageWorker.prepare_picture` does with a free worker; raises what it raises."""
+        return await self._pool.run(lambda worker: worker.prepare_picture(data, processing, most_pixels, detail))
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes of decoded images; raises a 429 beyond the limit, unless no other images are held."""
@@ -109,3 +131,10 @@ class RequestImages:
         if (context := current()) is not None:
             context.images += 1
         return pixels
+
+    async def prepare_picture(self, data: bytes, processing: PictureProcessing, detail: str) -> PreparedPicture:
+        """Decode the next file as a picture of a prompt, and hold its pixels; raises as `prepare`, or a 429."""
+        picture, found = await self._pool.prepare_picture(data, processing, self._left, detail)
+        self._left -= found
+        self.hold(len(picture.features))
+        return picture

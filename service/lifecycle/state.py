@@ -79,9 +79,9 @@ class Service:
         self.confinement = confinement.support()
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
-        self.generate_planner = GeneratePlanner(models, client, self.limits, self.threads, self.grammars)
         limits = self.limits
         self.images = ImagePool(limits.image_decode_s, limits.max_image_pixels, limits.max_image_held_bytes)
+        self.generate_planner = GeneratePlanner(models, client, limits, self.threads, self.grammars, self.images)
         self.encode_planner = EncodePlanner(models, client, limits, self.threads)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())

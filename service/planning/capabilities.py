@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from triptych.service.core.models import ServedModel
+from triptych.service.images.pictures import processing_of
 from triptych.service.planning.outputs.registry import available
 from triptych.service.planning.translation import languages_to_try
 from triptych.service.schemas.types import PIXEL
@@ -24,7 +25,7 @@ TRANSLATE, SUMMARIZE, REWRITE = "translate", "summarize", "rewrite"
 EMBED, RERANK, CLASSIFY, FILL = "embed", "rerank", "classify", "fill"
 TAG, ANSWER, ZERO_SHOT, SPARSE, LATE = "tag", "answer", "zero_shot", "embed_sparse", "embed_tokens"
 DECIDE, MODERATE = "decide", "moderate"
-CLASSIFY_IMAGE, EMBED_IMAGE, LABEL_IMAGE = "classify_image", "embed_image", "label_image"
+CLASSIFY_IMAGE, EMBED_IMAGE, LABEL_IMAGE, CHAT_IMAGE = "classify_image", "embed_image", "label_image", "chat_image"
 # Abilities that several of these have in common, for the examples of routes.
 GENERATE, SEQ2SEQ, JUDGE, TOKENIZE, FILL_MIDDLE = "generate", "seq2seq", "judge", "tokenize", "fill_middle"
 MEANINGS = {  # what a model must do, in words
@@ -49,6 +50,7 @@ MEANINGS = {  # what a model must do, in words
     CLASSIFY_IMAGE: "classifies images",
     EMBED_IMAGE: "embeds images",
     LABEL_IMAGE: "classifies images by any labels",
+    CHAT_IMAGE: "chats about pictures",
     GENERATE: "writes text",
     SEQ2SEQ: "is an encoder-decoder for texts",
     JUDGE: "classifies texts or pairs of texts",
@@ -137,7 +139,8 @@ def choices(models: Iterable[ServedModel]) -> dict[str, Choice]:
         if served.tokenizer is None and served.loaded:
             continue  # the examples of routes are texts
         for one in capabilities(served):
-            text = one.body.get("prompt") or (one.body.get("messages") or [{}])[0].get("content") or ""
+            said = (one.body.get("messages") or [{}])[0].get("content")
+            text = one.body.get("prompt") or (said if isinstance(said, str) else "") or ""
             body = json.dumps(one.body, ensure_ascii=False)
             shared = [name for name, members in _SHARED.items() if one.name in members]
             for ability in (one.name, *shared):
@@ -197,6 +200,12 @@ def _of_decoder(served: ServedModel) -> Iterable[Capability]:
         if "temperature" not in served.checkpoint.sampling_defaults:
             body["temperature"] = _CHAT_TEMPERATURE
         yield Capability(CHAT, "/v1/chat/completions", body)
+        if processing_of(served) is not None:
+            image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+            asked = [image, {"type": "text", "text": "What is this?"}]
+            yield Capability(
+                CHAT_IMAGE, "/v1/chat/completions", body | {"messages": [{"role": "user", "content": asked}]}
+            )
     prompt = "The capital of France is" if served.chat is not None else text or "Once upon a time"
     yield Capability(COMPLETE, "/generate", {"model": served.name, "prompt": prompt, "max_tokens": 32})
     if served.chat is not None:

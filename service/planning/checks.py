@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 from triptych.model.api.parameters import Beams
+from triptych.model.api.request import ImageSpan
 from triptych.model.api.sampling_bounds import beams_of, lacks_tokens, over_defaults
 from triptych.model.api.sampling_params import SAMPLING, LineStop
 from triptych.model.api.stats import ModelInfo
@@ -45,7 +46,7 @@ class ReplyShape:
 
     Without `max_tokens` the output goes on until the model ends it or the context is full. `constrain` makes the
     constraint of the dialect's reply from that of the body. `files` are read before a prompt with a suffix, which is
-    cut if it `cuts`.
+    cut if it `cuts`. `images` are the pictures of the prompt, which is then one of token ids.
     """
 
     constrain: Constrain | None = None
@@ -54,6 +55,7 @@ class ReplyShape:
     files: tuple[OtherFile, ...] = ()
     cuts: bool = False
     line_stop: LineStop | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def put_on(self, sampling: dict[str, Any], body: GenerateBody) -> None:
         """Add the special tokens to show and what stops an output to the fields of `SamplingParams`."""

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triptych.model.api.request import Request
+from triptych.model.api.request import ImageSpan, Request
+from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import TooManyTokensError
+from triptych.service.core.context_bound import ContextBound, context_exceeded
 from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import invalid
 from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.images.image_pool import ImagePool
+from triptych.service.images.pictures import Pictures, picture
 from triptych.service.planning.admission import check_request, check_room, loaded_info
 from triptych.service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
 from triptych.service.planning.requests import Tokens, check_length, requests_of
@@ -51,12 +57,14 @@ class GeneratePlanner:
         limits: Limits,
         threads: TokenizerThreads,
         grammars: GrammarChecker,
+        images: ImagePool,
     ) -> None:
         self._models = models
         self._client = client
         self._limits = limits
         self._threads = threads
         self._grammars = grammars
+        self._images = images
 
     async def plan(
         self, body: GenerateBody, request_id: str, arrival: float, shape: ReplyShape | None = None
@@ -66,6 +74,9 @@ class GeneratePlanner:
         served.check_reads_text("prompt")
         info = loaded_info(self._client, served)
         check_request(body.timeout_s, body.priority, self._limits)
+        images = () if shape is None else shape.images
+        if body.images is not None:
+            body, images = await self._with_images(body, served, info)
         checked = check_body(body, served, info, self._limits, shape)
         check_room(self._client, served, len(checked.prompts) * max(body.n, checked.num_beams))
         constraint = await self._grammars.constraint(body, None if shape is None else shape.constrain)
@@ -75,7 +86,7 @@ class GeneratePlanner:
         tokens = await self._tokenise(checked)
         return GeneratePlan(
             served=served,
-            requests=requests_of(checked, tokens, request_id, arrival, self._limits),
+            requests=requests_of(checked, tokens, request_id, arrival, self._limits, images),
             n=body.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
             skip_special_tokens=body.skip_special_tokens,
@@ -84,6 +95,34 @@ class GeneratePlanner:
             max_output_tokens=len(checked.prompts) * body.n * (body.max_tokens or 0),
             is_cut=any(prompt.is_cut for prompt in tokens.prompts),
         )
+
+    async def _with_images(
+        self, body: GenerateBody, served: ServedModel, info: ModelInfo
+    ) -> tuple[GenerateBody, tuple[ImageSpan, ...]]:
+        """Return a body with the tokens of its prompt, in which its images have their places."""
+        if not isinstance(body.prompt, str):
+            raise invalid("images: the prompt must be one text, with a mark for each image", "images")
+        found = [picture(one, f"images[{at}]", body.image_detail) for at, one in enumerate(body.images or ())]
+        pictures = Pictures(self._images, served, found, self._limits.max_detailed_inputs)
+        for name in ("suffix", "decoder_prompt"):
+            if getattr(body, name) is not None:
+                raise invalid(f"images and {name} exclude each other", "images")
+        tokenizer, context, text = served.require_tokenizer("prompt"), info.max_model_len, body.prompt
+        bound = ContextBound(context, self._limits.prompt_characters_per_token, self._limits.max_text_bytes)
+        bound.check(text, "prompt")
+        check_room(self._client, served)
+        prepared = await pictures.decode(found, context, "images")
+        [whole] = pictures.expanded([text], prepared, "prompt")
+
+        def work() -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+            ids = tokenizer.encode(whole, most=context).ids
+            return ids, pictures.spans(ids, prepared, "prompt")
+
+        try:
+            ids, spans = await self._threads.run(served.name, len(whole), work)
+        except TooManyTokensError as error:
+            raise context_exceeded(context, f"prompt has {error.count} tokens with its images", "prompt") from None
+        return body.model_copy(update={"prompt": list(ids), "images": None}), spans
 
     async def _tokenise(self, checked: CheckedPrompts) -> Tokens:
         """Tokenise all texts; a text that is too long for the context is refused before its ids are made."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from triptych.model.api.request import BACKGROUND_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Request, token_source
+from triptych.model.api.request import BACKGROUND_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, ImageSpan, Request, token_source
 from triptych.model.api.sampling_bounds import length_of
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.api.stats import ModelInfo
@@ -18,6 +18,7 @@ from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.core.request_context import current
+from triptych.service.images.pictures import picture_places, unlike
 from triptych.service.planning.admission import deadline_of
 from triptych.service.planning.checks import CheckedPrompts, check_beams
 from triptych.service.planning.tokenization import PromptInput
@@ -56,11 +57,17 @@ class Tokens(NamedTuple):
 
 
 def requests_of(
-    checked: CheckedPrompts, tokens: Tokens, request_id: str, arrival: float, limits: Limits
+    checked: CheckedPrompts,
+    tokens: Tokens,
+    request_id: str,
+    arrival: float,
+    limits: Limits,
+    images: tuple[ImageSpan, ...] = (),
 ) -> tuple[Request, ...]:
     """Return a request for each prompt; raises an `ApiError` for a prompt that is too long."""
     requests = tuple(
-        _request(checked, tokens, at, engine_id(request_id), arrival, limits) for at in range(len(tokens.prompts))
+        _request(checked, tokens, at, engine_id(request_id), arrival, limits, images)
+        for at in range(len(tokens.prompts))
     )
     _check_logprobs(checked.body, requests, limits)
     return requests
@@ -73,9 +80,19 @@ def check_length(checked: CheckedPrompts, text: PromptInput, tokens: int, limits
     _max_tokens(checked, tokens, text.param, limits)
 
 
-def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arrival: float, limits: Limits) -> Request:
+def _request(
+    checked: CheckedPrompts,
+    tokens: Tokens,
+    at: int,
+    name: str,
+    arrival: float,
+    limits: Limits,
+    images: tuple[ImageSpan, ...],
+) -> Request:
     body, served, (ids, begin, end, _) = checked.body, checked.served, tokens.prompts[at]
     encodes, param = served.is_encoder_decoder, checked.prompts[at].param
+    if not images and (places := picture_places(ids, served)):
+        raise unlike(places, 0, served, param)
     start = len(tokens.decoder) if encodes else len(ids)
     max_tokens = _max_tokens(checked, start, param, limits)
     beams = _fitting_beams(checked, len(ids), start + max_tokens, param)
@@ -85,6 +102,7 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
         prompt_token_ids=tokens.decoder if encodes else ids,
         params=with_lengths(checked.sampling, beams, body, served, start, max(1, max_tokens)),
         source=token_source(ids) if encodes else None,
+        images=images,
         priority=priority_of(body.priority),
         cache_salt=cache_salt(body.cache_salt),
         arrival_time=arrival,

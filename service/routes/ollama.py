@@ -93,6 +93,9 @@ async def generate_text(request: Request) -> Response:
     names = ollama.GENERATE_NAMES
     with at.service.handling():
         if body.raw or body.suffix or at.served.chat is None:
+            if body.images:
+                message = f"images: model {at.served.name} has no chat template, which would give them their place"
+                raise invalid(message, "images", "no_chat_template")
             if body.system:
                 message = f"system: model {at.served.name} has no chat template, which would put it before the prompt"
                 raise invalid(message, "system", "no_chat_template")

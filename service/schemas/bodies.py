@@ -9,7 +9,9 @@ from pydantic import ConfigDict, Field
 from triptych.service.core.request_context import REQUEST_ID_PATTERN
 from triptych.service.schemas.parameters import Parameters, native_body
 from triptych.service.schemas.types import (
+    PIXEL,
     Body,
+    Detail,
     PromptOrNone,
     TextOrIds,
     Texts,
@@ -76,6 +78,15 @@ class GenerateBody(Parameters):
         description="Text, token ids, or a list of up to 32 of either. The tokenizer adds special tokens to text, not "
         "to ids.",
         examples=["def fibonacci(n):", ["import os", "import sys"], [1, 42, 7], [[1, 42], [1, 7]]],
+    )
+    images: Texts | None = Field(
+        None,
+        description="Image files in base64 or as data URLs, for a model that reads pictures in prompts. The prompt is "
+        "one text that has the model's mark (such as `<|image_pad|>`) in the place of each. Default: none.",
+        examples=[[PIXEL]],
+    )
+    image_detail: Detail | None = Field(
+        None, description="`low`: images take fewer tokens, of models that read any size.", examples=["low"]
     )
     decoder_prompt: TextOrIds | None = Field(
         None,

@@ -6,7 +6,7 @@ error names `prompt[1][5]`. The validation of a list stops at its first bad elem
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
@@ -69,6 +69,9 @@ class Reply(BaseModel):
     """The base of replies. Frequent replies are built as dictionaries of the same shape."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+Detail = Literal["auto", "low", "high", "original"]  # of a picture of a prompt
 
 
 class TextPair(Body):

@@ -17,7 +17,7 @@ from triptych.model.api.request import ImageSpan, Source, image_source
 IMAGE = 0  # the token at each place of a picture; no random prompt has it
 _TOKENS = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
 _ROPE = dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75, mrope_section=[2, 2, 2])
-_QWEN: dict[str, Any] = dict(
+QWEN: dict[str, Any] = dict(
     text_config=dict(RECURRENT, max_position_embeddings=512, rope_parameters=dict(_ROPE, mrope_interleaved=True)),
     vision_config=dict(
         **dict(depth=3, hidden_size=24, intermediate_size=40, num_heads=2, patch_size=4, out_hidden_size=32),
@@ -52,7 +52,7 @@ _LLAVA, _IDEFICS = "LlavaForConditionalGeneration", dict(vision=dict(image_size=
 _LONGEST = dict(**_HALVES, image_processor_type="PixtralImageProcessor", size=dict(longest_edge=64))
 
 PICTURE_MODELS: dict[str, Callable[[], Any]] = {
-    "qwen3-5-pictures": random_model("Qwen3_5ForConditionalGeneration", _QWEN),
+    "qwen3-5-pictures": random_model("Qwen3_5ForConditionalGeneration", QWEN),
     "llava": _whole(_LLAVA, "llama", "clip_vision_model", vision=_SQUARE),
     "llava-siglip": _whole(
         *(_LLAVA, "qwen2", "siglip_vision_model"),

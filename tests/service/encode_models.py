@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,24 @@ class Client:
     def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, app: Starlette) -> None:
         self._loop = loop
         self._http = http
-        self._app = app
+        self.app = app
         self.limits = app.state.service.limits
         self.images = app.state.service.images
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of asynchronous work, such as that of an official client over `asgi`."""
+        return self._loop.run_until_complete(work)
+
+    def asgi(self) -> httpx.AsyncClient:
+        """Return an HTTP client of the application."""
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
 
     def post(self, path: str = "/encode", **body: Any) -> httpx.Response:
         return self._loop.run_until_complete(self._http.post(path, json=body))
 
     def call(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request in the terms of ASGI."""
-        self._loop.run_until_complete(self._app(scope, receive, send))
+        self._loop.run_until_complete(self.app(scope, receive, send))
 
     def get(self, path: str) -> httpx.Response:
         return self._loop.run_until_complete(self._http.get(path))

@@ -263,8 +263,10 @@ def test_too_long_a_text_is_truncated_if_asked(client: Client) -> None:
 def test_every_curl_of_the_page_is_answered(client: Client) -> None:
     page = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
     lines = re.findall(r"curl -s http://127\.0\.0\.1:8000(/\S+) .*\n\s+-d '(.*)'", page)
-    assert len(lines) == page.count("curl -s http") == 6
+    assert len(lines) == page.count("curl -s http") == 11
     for path, text in lines:
+        if '"seeing"' in text:
+            continue  # `test_pictures` sends it
         body = json.loads(text.replace("'$IMAGE'", coded(FILES[1])))
         reply = client.post(path, **body)
         assert reply.status_code == 200, (text, reply.text)

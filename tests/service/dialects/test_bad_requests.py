@@ -143,7 +143,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (M, {"messages": [{"content": "Hi"}]}, 400, "messages[0].role", "missing_field"),
     (M, said(7), 400, "messages[0].content", "invalid_type"),
     (M, said([]), 400, "messages[0].content", "invalid_value"),
-    (M, said("a", [{"type": "text", "text": "b"}, IMAGE]), 400, "messages[1].content[1].image_url", NO),
+    (M, said("a", [{"type": "text", "text": "b"}, IMAGE]), 400, "messages[1].content[1].image_url.url", NO),
     (M, said(*["a"] * 9), 400, "messages", "invalid_value"),
     (M, said("a" * 2000), 400, "messages", "context_length_exceeded"),
     (M, said("a" * 64), 400, "messages", "context_length_exceeded"),

@@ -161,7 +161,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"input": []}, "input", IV),
     (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role", IV),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", NO),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", NO),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", NO),
     (RESPONSES, {"input": "Hi " * 9999}, "input", "context_length_exceeded"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", IV),
     (RESPONSES, {"max_output_tokens": 9999}, "max_output_tokens", "context_length_exceeded"),

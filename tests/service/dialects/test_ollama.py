@@ -190,10 +190,10 @@ def test_options_are_taken_by_their_names(app: App) -> None:
         (
             CHAT,
             {"messages": [{"role": "user", "content": "a", "images": ["iVBOR"]}]},
-            "messages[0].images is not supported",
+            "messages[0].images[0]: model chat reads text, not images",
         ),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages[0].content"),
-        (GENERATE, {"images": ["iVBOR"]}, "images is not supported"),
+        (GENERATE, {"images": ["iVBOR"]}, "images[0]: model chat reads text, not images"),
         (GENERATE, {"suffix": "x"}, "suffix: model chat cannot fill in the middle"),
         (GENERATE, {"suffix": "x", "system": "a"}, "suffix excludes system and context"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template is not supported; use raw"),

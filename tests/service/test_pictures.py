@@ -1,0 +1,307 @@
+"""Pictures in prompts over HTTP: the tokens of `transformers`, by the official clients, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+import torch
+from PIL import Image
+
+from tests.engine.thread_transport import ThreadTransport
+from tests.model.checkpoints import saved
+from tests.model.picture_models import QWEN, random_model, write_processor
+from tests.model.test_images import file, picture
+from tests.service.encode_models import Client, client_of
+from tests.service.test_bad_requests import check_error
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.service.app import create_app
+from triptych.service.core.models import Models
+from triptych.service.runtimes.model_reader import read_model
+from triptych.service.settings.service_settings import ServiceSettings
+
+KIND = "qwen3-5-pictures"
+MARK = "<|image_pad|>"
+_SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", MARK, "<|video_pad|>"]
+TEMPLATE = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+FILES = [file(picture(50, 40)), file(picture(30, 64), "JPEG")]
+TOKENS = 8
+ASKED: dict[str, Any] = {"model": "seeing", "max_tokens": TOKENS, "temperature": 0}
+
+
+def coded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{coded(data)}"
+
+
+def openai_part(data: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(data), **more}}
+
+
+def claude_part(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": coded(data)}}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = tmp_path_factory.mktemp("seeing")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({char: at for at, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(_SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(made)
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _SPECIAL}
+    config = {
+        **QWEN,
+        "text_config": {**QWEN["text_config"], "vocab_size": 272, "eos_token_id": None},
+        **dict(image_token_id=ids[MARK], video_token_id=ids["<|video_pad|>"]),
+        **dict(vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"]),
+    }
+    torch.manual_seed(3)
+    model = random_model("Qwen3_5ForConditionalGeneration", config)()
+    model.save_pretrained(made)
+    write_processor(KIND, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    config = EngineConfig(kv_cache_memory=8 << 20, device="cpu", dtype="float32")
+    paths = {"seeing": folder, "blind": saved("gpt2").path}
+    specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
+    served = [read_model(one) for one in specs]
+    tokenizers = {one.name: one.tokenizer for one in served}
+    with client_of(
+        create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Models(served), ServiceSettings())
+    ) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Any:
+    """Return a function: messages and files to the prompt's length and the text that `transformers` generates."""
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+
+    @torch.inference_mode()
+    def generate(messages: list[Any], files: list[bytes]) -> tuple[int, str]:
+        images = [Image.open(BytesIO(one)).convert("RGB") for one in files]
+        given = processor(images, return_tensors="pt")
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        pieces = text.split(MARK)
+        rows = [int(one.prod()) // 4 for one in given["image_grid_thw"]]
+        text = pieces[0] + "".join(MARK * count + piece for count, piece in zip(rows, pieces[1:], strict=True))
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        kinds = (inputs["input_ids"] == model.config.image_token_id).int()
+        out = model.generate(**inputs, **given, mm_token_type_ids=kinds, do_sample=False, max_new_tokens=TOKENS)
+        length = inputs["input_ids"].shape[1]
+        return length, tokenizer.decode(out[0, length:], skip_special_tokens=True)
+
+    return generate
+
+
+SAID: list[Any] = [{"type": "image"}, words("What"), {"type": "image"}, words(" is it?")]
+
+
+@pytest.fixture(scope="module")
+def answer(expected: Any) -> tuple[int, str]:
+    """Return the length of a prompt of two pictures, and its answer."""
+    found: tuple[int, str] = expected([{"role": "user", "content": SAID}], FILES)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_picture_is_held(client: Client) -> Iterator[None]:
+    yield
+    assert client.images.held_bytes == 0
+
+
+def test_openai(client: Client, answer: tuple[int, str]) -> None:
+    content: Any = [openai_part(FILES[0]), words("What"), openai_part(FILES[1]), words(" is it?")]
+    made = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client.asgi())
+
+    async def ask() -> tuple[Any, str]:
+        asked: Any = {**ASKED, "messages": [{"role": "user", "content": content}]}
+        whole = await made.chat.completions.create(**asked)
+        pieces = [one async for one in await made.chat.completions.create(**asked, stream=True)]
+        return whole, "".join(one.choices[0].delta.content or "" for one in pieces)
+
+    for cached in (False, True):
+        reply, streamed = client.run(ask())
+        assert (reply.usage.prompt_tokens, reply.choices[0].message.content) == answer
+        assert streamed == answer[1] and (reply.usage.prompt_tokens_details.cached_tokens > 0) == cached
+
+
+def test_responses_and_what_continues_them(client: Client, answer: tuple[int, str], expected: Any) -> None:
+    parts = [{"type": "input_image", "image_url": url_of(one), "detail": "auto"} for one in FILES]
+    texts = [{"type": "input_text", "text": one["text"]} for one in (SAID[1], SAID[3])]
+    made = openai.AsyncOpenAI(base_url="http://test/v1", api_key="any", http_client=client.asgi())
+
+    async def ask() -> tuple[Any, Any, Any]:
+        given: Any = [{"role": "user", "content": [parts[0], texts[0], parts[1], texts[1]]}]
+        asked: Any = {"model": "seeing", "max_output_tokens": TOKENS, "temperature": 0}
+        first = await made.responses.create(input=given, **asked)
+        second = await made.responses.create(input="And?", previous_response_id=first.id, **asked)
+        return first, second, await made.responses.input_items.list(first.id)
+
+    first, second, items = client.run(ask())
+    assert (first.usage.input_tokens, first.output_text) == answer
+    turns = [{"role": "user", "content": SAID}, {"role": "assistant", "content": first.output_text}]
+    assert (second.usage.input_tokens, second.output_text) == expected(
+        [*turns, {"role": "user", "content": "And?"}], FILES
+    )
+    [item] = items.data
+    assert [one.type for one in item.content] == ["input_image", "input_text"] * 2
+    assert item.content[0].image_url == url_of(FILES[0])
+
+
+def test_anthropic_and_its_counts(client: Client, answer: tuple[int, str]) -> None:
+    content: Any = [claude_part(FILES[0]), words("What"), claude_part(FILES[1]), words(" is it?")]
+    own = httpx2.AsyncClient(transport=httpx2.ASGITransport(client.app))
+    made = anthropic.AsyncAnthropic(base_url="http://test", api_key="any", http_client=own)
+
+    async def ask() -> tuple[Any, Any]:
+        messages: Any = [{"role": "user", "content": content}]
+        count = await made.messages.count_tokens(model="seeing", messages=messages)
+        asked: Any = {"model": "seeing", "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
+        return count, await made.messages.create(**asked, messages=messages)
+
+    count, reply = client.run(ask())
+    usage = reply.usage
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens == answer[0]
+    assert reply.content[0].text == answer[1]
+
+
+def test_the_result_of_a_tool_may_be_a_picture(client: Client, expected: Any) -> None:
+    """The template has no tools, so the result becomes a message of the user."""
+    called = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [claude_part(FILES[0])]}
+    messages = [{"role": one, "content": [part]} for one, part in (("assistant", called), ("user", result))]
+    reply = client.post("/v1/messages", **ASKED, messages=[{"role": "user", "content": "Look"}, *messages]).json()
+    shown = [words("Result of look:\n"), {"type": "image"}]
+    call = '[{"name": "look", "arguments": {}}]'
+    turns = [("user", "Look"), ("assistant", call), ("user", shown)]
+    length, text = expected([{"role": role, "content": content} for role, content in turns], FILES[:1])
+    assert (reply["usage"]["input_tokens"], reply["content"][0]["text"]) == (length, text)
+
+
+def test_ollama_puts_pictures_before_the_text(client: Client, expected: Any) -> None:
+    content = [{"type": "image"}, {"type": "image"}, words("What?")]
+    length, text = expected([{"role": "user", "content": content}], FILES)
+    images, settings = list(map(coded, FILES)), {"temperature": 0, "num_predict": TOKENS}
+    common = {"model": "seeing", "stream": False, "options": settings}
+    chat = client.post("/api/chat", messages=[{"role": "user", "content": "What?", "images": images}], **common).json()
+    written = client.post("/api/generate", prompt="What?", images=images, **common).json()
+    assert (chat["prompt_eval_count"], chat["message"]["content"]) == (length, text)
+    assert (written["prompt_eval_count"], written["response"]) == (length, text) and "context" not in written
+    assert "vision" in client.post("/api/show", model="seeing").json()["capabilities"]
+
+
+def test_a_prompt_without_a_template_has_the_marks(client: Client, answer: tuple[int, str]) -> None:
+    seen = f"<|vision_start|>{MARK}<|vision_end|>"
+    prompt = f"<|im_start|>user\n{seen}What{seen} is it?<|im_end|>\n<|im_start|>assistant\n"
+    given = {"model": "seeing", "max_tokens": TOKENS, "temperature": 0.0, "prompt": prompt}
+    reply = client.post("/generate", **given, images=list(map(coded, FILES)), n=2).json()
+    assert {one["text"] for one in reply["choices"]} == {answer[1]} and reply["usage"]["prompt_tokens"] == answer[0]
+    low = client.post("/generate", **given, images=list(map(coded, FILES)), image_detail="low").json()
+    assert low["usage"]["prompt_tokens"] <= answer[0]
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+def test_a_mark_in_a_text_is_text(role: str, client: Client) -> None:
+    def tokens(content: str) -> int:
+        messages = [{"role": role, "content": content}, {"role": "user", "content": [openai_part(FILES[0])]}]
+        reply = client.post("/v1/chat/completions", **ASKED, messages=messages).json()
+        return int(reply["usage"]["prompt_tokens"])
+
+    assert tokens(MARK) == tokens("") + len(MARK)
+
+
+CHAT, GENERATE, URL = "/v1/chat/completions", "/generate", "http://127.0.0.1:9/x.png"
+BROKEN = openai_part(FILES[0][:900])
+
+
+def said(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(parts)}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (CHAT, said(words("a"), openai_part(FILES[0])) | {"model": "blind"}, "", "has no chat template"),
+        (CHAT, said(BROKEN), "messages[0].content[0].image_url.url", "the image file is broken"),
+        (CHAT, said({"type": "image_url", "image_url": URL}), "messages[0].content[0].image_url", "no addresses"),
+        (CHAT, said(openai_part(FILES[0], detail="x")), "messages[0].content[0].image_url.detail", "auto"),
+        (CHAT, said(openai_part(FILES[0]), role="system"), "messages[0].content[0].image_url.url", "users and tools"),
+        (CHAT, said(*[openai_part(b"")] * 257), "messages[0].content[256].image_url.url", "256 images"),
+        (CHAT, said(*[openai_part(FILES[0])] * 20), "messages", "images of more than"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+         "input[0].content[0].image_url", "no addresses"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["AAAA"]}]}, "", "messages[0].images[0]: not an image"),
+        ("/api/generate", {"prompt": "a", "images": ["AAAA"], "raw": True}, "", "images and raw exclude each other"),
+        (GENERATE, {"prompt": "a", "images": [coded(FILES[0])], "model": "blind"}, "images[0]", "blind reads text"),
+        (GENERATE, {"prompt": f"{MARK} {MARK}", "images": [coded(FILES[0])]}, "prompt", "2 of <|image_pad|>"),
+        (GENERATE, {"prompt": ["a"], "images": [coded(FILES[0])]}, "images", "must be one text"),
+        (GENERATE, {"prompt": MARK}, "prompt", "1 tokens 260, which stand for images; the images have 0"),
+        ("/v1/completions", {"prompt": [1, 260, 260]}, "prompt", "2 tokens 260"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(path: str, fields: dict[str, Any], param: str, words: str, client: Client) -> None:
+    reply = client.post(path, **({"model": "seeing"} | fields))
+    if path.startswith("/api/"):
+        assert reply.status_code == 400 and words in reply.json()["error"]
+    else:
+        status = 413 if "256 images" in words else 400
+        assert words in check_error(reply, status, param or reply.json()["error"]["param"])["message"]
+
+
+def test_every_curl_of_the_page_is_answered(client: Client) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
+    lines = re.findall(r"curl -s http://127\.0\.0\.1:8000(/\S+) .*\n\s+-d '(.*\"seeing\".*)'", page)
+    assert len(lines) == 5
+    for path, text in lines:
+        reply = client.post(path, **json.loads(text.replace("'$IMAGE'", coded(FILES[1]))))
+        assert reply.status_code == 200, (text, reply.text)
+
+
+def test_the_ability_and_its_request(client: Client) -> None:
+    models = {one["name"]: one for one in client.get("/info").json()["models"]}
+    [ability] = [one for one in models["seeing"]["capabilities"] if one["name"] == "chat_image"]
+    assert client.post(ability["path"], **ability["body"]).status_code == 200
+    assert "chat_image" not in [one["name"] for one in models["blind"]["capabilities"]]
+
+
+def test_addresses_in_anthropics_form_are_refused(client: Client) -> None:
+    block = {"type": "image", "source": {"type": "url", "url": URL}}
+    reply = client.post("/v1/messages", **ASKED, messages=[{"role": "user", "content": [block]}])
+    assert reply.status_code == 400 and "source.url is not supported" in reply.json()["error"]["message"]
