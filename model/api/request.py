@@ -204,6 +204,7 @@ class Request:
     )
     alignment: Alignment | None = None  # the first output says where the prompt's tokens are in the source
     images: tuple[ImageSpan, ...] = ()  # pictures that the prompt holds, in order
+    tenant: str = ""  # for whom it is computed: tenants of one priority share the engine
 
     @property
     def is_background(self) -> bool:
@@ -244,6 +245,7 @@ class EncodeRequest:
     arrival_time: float = 0.0
     deadline: float | None = None
     is_background: bool = False  # it gets only the time that other requests leave
+    tenant: str = ""  # for whom it is computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from triptych.model.api.engine_config import BatchLimits, EngineConfig
@@ -44,6 +44,8 @@ class Admission:
         self._started: dict[str, int] = {}  # `WorkRates.steps` at the first output, by id of those that have one
         self._num_sequences = 0  # the sum of `_sequences`
         self._num_inputs = 0  # to encode
+        self._tenants: Counter[str] = Counter()  # unfinished sequences of each, and inputs with the engine
+        self._owners: dict[str, str] = {}  # the tenant of every unfinished request
         self._waiting_tokens = 0  # the sum of `_waiting`
         self._held_tokens = 0
 
@@ -61,28 +63,32 @@ class Admission:
         self._filled_sequences = min(self._max_sequences, (1 + _FILLED_SEQUENCES) * limits.max_num_seqs)
         self._filled_tokens = min(self._max_waiting_tokens, _FILLED_STEPS * self._step_tokens)
 
-    def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None) -> None:
-        """Admit all requests to generate (id -> prompt tokens) or none; raises `QueueFullError`.
+    def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None, tenant: str = "") -> None:
+        """Admit all requests to generate (id -> prompt tokens) of a tenant or none; raises `QueueFullError`.
 
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
         number = sequences or dict.fromkeys(tokens, 1)
         total = sum(number.values())
-        self.check_room(total)
+        self.check_room(total, tenant)
         self._begin()
+        self._tenants[tenant] += total
+        self._owners.update(dict.fromkeys(tokens, tenant))
         self._num_sequences += total
         self._waiting_tokens += sum(tokens.values())
         self._sequences.update(number)
         self._waiting.update(tokens)
 
-    def check_room(self, sequences: int = 1) -> None:
+    def check_room(self, sequences: int = 1, tenant: str = "") -> None:
         """Raise `QueueFullError` where `admit` would refuse this number of sequences, or `hold` an input (0).
+
+        A tenant that has less than its share of what may run is not refused because of others: the engine lets it in.
 
         The waiting work of others decides, not the new prompt's. So the answer is known before tokenisation, and long
         prompts are admitted as often as short ones.
         """
         running = self._num_sequences + sequences if sequences else self._num_inputs + 1
-        if running <= self._max_running or not self._sequences:
+        if running <= self._max_running or not self._sequences or self._has_share_left(sequences, tenant):
             return
         seconds = self.wait_seconds(sequences)
         late = {"queue_seconds": seconds - self._max_seconds} if seconds > self._max_seconds else {}
@@ -94,6 +100,11 @@ class Admission:
         if late:
             reason = max(late, key=late.__getitem__)
             raise QueueFullError(reason, late[reason])
+
+    def _has_share_left(self, sequences: int, tenant: str) -> bool:
+        """Return whether a tenant would have no more than its share of the sequences that may run."""
+        number = len({*self._tenants, tenant})
+        return number > 1 and self._tenants[tenant] + max(1, sequences) <= self._max_running // number
 
     def wait_seconds(self, sequences: int = 1) -> float:
         """Estimate the seconds until the first step of a new request of this many sequences (0: of an input).
@@ -113,12 +124,12 @@ class Admission:
         full = stats.waiting and stats.used_blocks > _FULL_CACHE * stats.total_blocks
         self._slots = max(1, stats.running) if full else self._max_running
 
-    def hold(self, tokens: Sequence[int]) -> None:
+    def hold(self, tokens: Sequence[int], tenant: str = "") -> None:
         """Admit the inputs of one call, given the tokens of each; all are held at first; raises `QueueFullError`.
 
         A call is admitted where a single input is. What is held back is bounded, by what others hold already.
         """
-        self.check_room(0)
+        self.check_room(0, tenant)
         total = sum(tokens)
         fits = len(tokens) <= _SHARE_STEPS * self._max_running and total <= _SHARE_STEPS * self._step_tokens
         if not fits and self._held_tokens >= _MAX_HELD_TOKENS:
@@ -140,9 +151,11 @@ class Admission:
         unfinished = self._num_inputs + self._num_sequences
         return unfinished < self._filled_sequences and self._waiting_tokens < self._filled_tokens
 
-    def take_held(self, request_id: str, tokens: int) -> None:
+    def take_held(self, request_id: str, tokens: int, tenant: str = "") -> None:
         """Count an input that was held as one in the queue."""
         self._begin()
+        self._tenants[tenant] += 1
+        self._owners[request_id] = tenant
         self._held_tokens -= tokens
         self._num_inputs += 1
         self._waiting_tokens += tokens
@@ -192,6 +205,10 @@ class Admission:
         sequences = self._sequences.pop(request_id, None)
         if sequences is None:
             return
+        owner = self._owners.pop(request_id, "")
+        self._tenants[owner] -= max(1, sequences)
+        if self._tenants[owner] <= 0:
+            del self._tenants[owner]
         self._num_sequences -= sequences
         self._num_inputs -= not sequences
         began = self._started.pop(request_id, None)
@@ -213,6 +230,7 @@ class Encoding:
         self._number = len(requests)
         self._admission = admission
         self._held = deque(requests)
+        self._tenant = requests[0].tenant if requests else ""
         self._sent: dict[str, int] = {}  # tokens of the inputs that are with the engine
         self._sent_tokens = 0
         self._began = time.monotonic()
@@ -220,7 +238,7 @@ class Encoding:
 
     def begin(self) -> list[EncodeRequest]:
         """Admit the inputs and return those to send at once; raises `QueueFullError`."""
-        self._admission.hold([request.source.num_positions for request in self._held])
+        self._admission.hold([request.source.num_positions for request in self._held], self._tenant)
         return self._next()
 
     def add(self, output: EncodeOutput) -> list[EncodeRequest]:
@@ -251,7 +269,7 @@ class Encoding:
             if request.request_id in self.outputs:  # cancelled, or too late
                 self._admission.let_go(tokens)
             elif self._admission.has_share(len(self._sent), self._sent_tokens + tokens, rate):
-                self._admission.take_held(request.request_id, tokens)
+                self._admission.take_held(request.request_id, tokens, self._tenant)
                 self._sent[request.request_id] = tokens
                 self._sent_tokens += tokens
                 found.append(request)

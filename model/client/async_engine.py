@@ -154,10 +154,10 @@ class AsyncEngine:
             await self._transport.close()
             self._transport = None
 
-    def check_room(self, model: str, sequences: int = 1) -> None:
+    def check_room(self, model: str, sequences: int = 1, tenant: str = "") -> None:
         """Raise where `submit` would refuse this number of sequences of `model`, or `encode` an input (0)."""
         self._check_ready()
-        self._table[model].admission.check_room(sequences)
+        self._table[model].admission.check_room(sequences, tenant)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work."""
@@ -166,6 +166,7 @@ class AsyncEngine:
         model.admission_of(is_background=requests[0].is_background).admit(
             {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
+            tenant=requests[0].tenant,
         )
         stream = GenerationStream(self, requests, model.tokenizer, self._max_unread_bytes, self._delivery)
         for request in requests:

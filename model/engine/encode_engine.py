@@ -37,6 +37,7 @@ from triptych.model.engine.execution.sources import blank_source, source_input
 from triptych.model.engine.fault_isolation import run_isolated
 from triptych.model.engine.label_head import LabelHead
 from triptych.model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
+from triptych.model.engine.scheduling.fair_shares import place_in_turn
 from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     StepBudget,
@@ -83,6 +84,7 @@ class EncodeEngine:
         self._graphs = graphs
         self._overlap = overlap
         self._waiting: deque[EncodeRequest] = deque()
+        self._are_several = False  # tenants that wait
         self._background: deque[EncodeRequest] = deque()  # computed in steps of their own
         self._batch: list[EncodeRequest] = []  # the inputs being launched or collected; empty between steps
         self._pending: LaunchedBatch | None = None
@@ -137,7 +139,13 @@ class EncodeEngine:
         if request.is_background:
             self._background.append(request)
             return
-        self._waiting.append(request)
+        if self._waiting and (self._are_several or self._waiting[-1].tenant != request.tenant):
+            self._are_several = True
+            place = place_in_turn([(one.tenant, self._length(one)) for one in self._waiting], request.tenant)
+            self._waiting.insert(place, request)
+        else:
+            self._are_several = False
+            self._waiting.append(request)
         self._waiting_tokens += self._length(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:

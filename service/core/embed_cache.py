@@ -294,8 +294,8 @@ class CachingClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def check_room(self, model: str, sequences: int = 1) -> None:
-        self._client.check_room(model, sequences)
+    def check_room(self, model: str, sequences: int = 1, tenant: str = "") -> None:
+        self._client.check_room(model, sequences, tenant)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         return self._client.submit(requests)

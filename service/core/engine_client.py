@@ -76,7 +76,7 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Fail all running requests and release the engines. Idempotent."""
 
-    def check_room(self, model: str, sequences: int = 1) -> None:
+    def check_room(self, model: str, sequences: int = 1, tenant: str = "") -> None:
         """Raise the error that `submit` would raise for this number of sequences, or `encode` for an input (0).
 
         It is `ModelNotLoadedError`, `QueueFullError` or `EngineGoneError`.

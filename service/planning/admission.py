@@ -19,7 +19,7 @@ def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) ->
     if context is not None:
         context.model = served.name
     try:
-        client.check_room(served.name, sequences)
+        client.check_room(served.name, sequences, context.tenant.id if context is not None else "")
     except REFUSALS as error:
         raise engine_refusal(error) from None
 

@@ -164,6 +164,7 @@ class EncodePlanner:
             "arrival_time": arrival,
             "deadline": deadline_of(arrival, body.timeout_s, self._limits),
             "is_background": context is not None and context.is_background,
+            "tenant": "" if context is None else context.tenant.id,
         }
 
     def _requests(

@@ -35,8 +35,13 @@ def engine_id(request_id: str) -> str:
 
 def cache_salt(requested: str | None) -> str:
     """Return the salt of the prefix cache: requests share prefixes if their API key and `cache_salt` are equal."""
+    return f"{tenant_id()}/{requested or ''}"
+
+
+def tenant_id() -> str:
+    """Return the id of the current request's tenant; empty without keys."""
     context = current()
-    return f"{context.tenant.id if context is not None else ''}/{requested or ''}"
+    return context.tenant.id if context is not None else ""
 
 
 def priority_of(requested: int) -> int:
@@ -109,6 +114,7 @@ def _request(
         deadline=deadline_of(arrival, body.timeout_s, limits),
         streams=bool(body.stream),
         prediction=tokens.prediction,
+        tenant=tenant_id(),
         continued=(begin, end) if end - begin < len(ids) else None,
     )
 

@@ -259,6 +259,7 @@ def request(
     priority: int = 0,
     deadline: float | None = None,
     cache_salt: str = "",
+    tenant: str = "",
     **params: object,
 ) -> Request:
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else tuple(prompt)
@@ -267,9 +268,11 @@ def request(
         begin = crc32(request_id.encode())  # a source given by its length is unique to the request
         reads = tuple(range(begin, begin + source)) if isinstance(source, int) else tuple(source)
         return Request(
-            request_id, "scripted", ids, sampling, token_source(reads), priority, cache_salt, deadline=deadline
+            *(request_id, "scripted", ids, sampling, token_source(reads), priority, cache_salt),
+            deadline=deadline,
+            tenant=tenant,
         )
-    return Request(request_id, "scripted", ids, sampling, None, priority, cache_salt, deadline=deadline)
+    return Request(request_id, "scripted", ids, sampling, None, priority, cache_salt, deadline=deadline, tenant=tenant)
 
 
 def source_ids(made: Request) -> tuple[int, ...]:

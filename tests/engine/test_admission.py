@@ -310,3 +310,24 @@ def test_limits_are_replaced_when_the_model_is_loaded() -> None:
     bound.loaded(info("m", "decoder-only", max_num_seqs=256, max_queued_requests=1024))
     bound.admit({str(i): 0 for i in range(256 + 1024 - 2)})
     assert refused(bound, {"c": 1}).reason == "queue_requests"
+
+
+def test_a_tenant_within_its_share_is_not_refused_because_of_anothers_queue() -> None:
+    bound = admission(seqs=4, requests=4)
+    bound.admit({f"heavy{at}": 1 for at in range(8)}, tenant="heavy")
+    for tenant, sequences, fits in (("heavy", 1, False), ("light", 2, True), ("light", 3, False)):
+        assert admits(bound, tenant, sequences) is fits
+    bound.admit({"light": 1}, sequences={"light": 2}, tenant="light")
+    assert not admits(bound, "light", 1) and not admits(bound, "heavy", 1) and admits(bound, "third", 1)
+    for at in range(8):
+        bound.release(f"heavy{at}")
+    bound.release("light")
+    assert not bound._tenants and not bound._owners
+
+
+def admits(bound: Admission, tenant: str, sequences: int) -> bool:
+    try:
+        bound.check_room(sequences, tenant)
+    except QueueFullError:
+        return False
+    return True

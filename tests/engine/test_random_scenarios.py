@@ -106,7 +106,8 @@ def drawn_requests(kind: str, chance: random.Random) -> list[Request]:
         check_sampling(params, VOCAB)
         salt, urgency = chance.choice(("", "", "salt")), chance.choice((0, 0, 1))
         request = Request(f"r{number}", kind, ids, params, source, urgency, salt, streams=chance.random() < 0.5)
-        made.append(replace(request, keeps_source=source is not None and chance.random() < 0.3))
+        keeps = source is not None and chance.random() < 0.3
+        made.append(replace(request, keeps_source=keeps, tenant="b" if number % 3 == 2 else "a"))
     return made
 
 

@@ -134,7 +134,7 @@ class FakeEngineClient:
     def _requests_of(self, model: str) -> set[str]:
         return {request_id for request_id in self.running if self._model_of[request_id] == model}
 
-    def check_room(self, model: str, sequences: int = 1) -> None:
+    def check_room(self, model: str, sequences: int = 1, tenant: str = "") -> None:
         self._admit(model)
 
     def submit(self, requests: Sequence[Request]) -> FakeStream:

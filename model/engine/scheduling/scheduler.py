@@ -1,7 +1,7 @@
 """Decides which sequences compute how many tokens in the next step. Policy only: no tensors, no clock.
 
 There is no prefill phase and no decode phase. Each sequence computes the tokens that are missing from its KV cache,
-within the step's budget. Order is by priority, then by arrival.
+within the step's budget. Order is by priority, then by arrival; tenants take turns (`fair_shares`).
 
 A running sequence that needs a block and finds none free preempts the last in order, which is recomputed later. New
 sequences are admitted strictly in order, and only when their whole prompt fits. So a sequence that fits into an empty
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from triptych.model.api.request import FinishReason
 from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.fair_shares import FairShares
 from triptych.model.engine.scheduling.picture_steps import PictureSteps
 from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
@@ -55,6 +56,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []  # by SequenceState.order
         self.running: list[SequenceState] = []  # by SequenceState.order
         self.num_preemptions = 0
+        self.shares = FairShares()
         self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
 
     def __iter__(self) -> Iterator[SequenceState]:
@@ -62,6 +64,7 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, sequence: SequenceState) -> None:
+        self.shares.came(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
@@ -134,11 +137,38 @@ class Scheduler:
         output = SchedulerOutput()
         self._turn_long()
         self.pictures.begin(budget.whole_tokens, self.max_num_batched_tokens)
+        if self.shares.are_several:
+            self._share_places()
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens, budget.background)
         self.pictures.end()
         return output
+
+    def _share_places(self) -> None:
+        """Preempt sequences of tenants that have more than their share, for the next one of a tenant that has less."""
+        self.shares.look(self.running, self.waiting)
+        if not self.shares.are_several:
+            return
+        candidates = (one for one in self.shares.in_turn(self.waiting) if not self._waits(one))
+        head = next(candidates, None)
+        if head is None or head.is_background:
+            return
+        together, room = self._together(head), self.block_manager.num_blocks * self.block_manager.block_size
+        slots = sum(one.num_slots for one in together)
+        if not self.shares.may_claim(head, slots, self.max_num_seqs, room):
+            return
+        while self._num_places() < slots or not self.block_manager.can_admit(together):
+            victim = self.shares.one_over(head, self.running, self.max_num_seqs, room)
+            if victim is None:
+                return
+            self.preempt(victim)
+            self.num_preemptions -= 1  # which are those for want of a free block
+            self.shares.look(self.running, self.waiting)
+
+    def _num_places(self) -> int:
+        """Return how many more sequences may run."""
+        return self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
 
     def _turn_long(self) -> None:
         """Preempt the sequences that have left the short context of LongRoPE: all of their keys change."""
@@ -172,12 +202,17 @@ class Scheduler:
         prompts = sum(left > 1 for left in uncomputed)
         contested = prompts > 1 or (prompts == 1 and not all(map(self._waits, self.waiting)))
         self._frontiers.clear()
+        if self.shares.are_several:
+            prompts_left = [pair for pair in zip(self.running, uncomputed, strict=True) if pair[1] > 1]
+            self.shares.allow_prompts(prompts_left, budget - decoding, may_admit=self._num_places() > 0)
         for sequence, left in zip(list(self.running), uncomputed, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by an earlier one in this loop
             decoding -= left == 1
             available = budget - decoding
-            if contested and left > 1:
+            if self.shares.allowed and left > 1:
+                available = self.shares.room(sequence, available)
+            elif contested and left > 1:
                 available = -(-available // 2)
             num_tokens = min(left, available)
             if num_tokens > 0 and sequence.request.images:
@@ -190,6 +225,8 @@ class Scheduler:
                 num_tokens = self._continue(output, sequence, num_tokens)
             else:
                 self._put(output, sequence, num_tokens)
+            if left > 1:
+                self.shares.spend(sequence, num_tokens)
             budget -= min(num_tokens, available)  # a picture that is not cut takes no decode's place
         # A search that was preempted because of its last beam takes the others with it.
         output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
@@ -214,6 +251,8 @@ class Scheduler:
         """Preempt the last sequence in order until `sequence` fits; return False if that was itself."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
             victim = self.running[-1]
+            if self.shares.are_several and victim is not sequence:
+                victim = self.shares.victim(self.running[self.running.index(sequence) + 1 :])
             self.preempt(victim)
             if sequence.status is not SequenceStatus.RUNNING:
                 return False
@@ -264,10 +303,11 @@ class Scheduler:
         most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
         gives_way = background is False and self.has_background
-        places = self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
+        places = self._num_places()
         if budget < 1 or (places < 1 and not gives_way):
             return
-        for sequence in list(self.waiting):
+        shares = self.shares
+        for sequence in list(shares.in_turn(self.waiting) if shares.are_several else self.waiting):
             if budget < 1 or (places < 1 and not gives_way):
                 return
             if background is not None and sequence.is_background is not background:
@@ -276,6 +316,8 @@ class Scheduler:
                 continue
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
+            if shares.allowed and shares.room(sequence, budget) < 1:
+                continue  # its tenant has its part of this step
             together = self._together(sequence)
             for one in together:
                 if self._leaves_short_context(one):
@@ -300,7 +342,9 @@ class Scheduler:
                 self.waiting.remove(one)
                 one.status = SequenceStatus.RUNNING
                 insort(self.running, one, key=lambda s: s.order)
-                budget -= self._begin(output, one, budget)
+                num_tokens = self._begin(output, one, shares.room(one, budget) if shares.allowed else budget)
+                shares.spend(one, num_tokens)
+                budget -= num_tokens
 
     def _give_way(self, together: list[SequenceState], places: int) -> int:
         """Preempt background sequences until `together` fit; return the places that are left then."""
@@ -365,6 +409,8 @@ class Scheduler:
     ) -> None:
         """Schedule `num_tokens` tokens of a sequence that has the blocks; later sequences may share what it fills."""
         start = sequence.num_computed_tokens
+        if self.shares.are_several:
+            self.shares.serve(sequence, num_tokens)
         output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
         if self.block_manager.has_states:  # what it fills can be shared after the step
             if num_tokens > 1:

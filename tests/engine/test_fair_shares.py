@@ -1,0 +1,131 @@
+"""Tenants of one priority share the engine: by tokens, without one that waits for another's flood."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Harness, expected_tokens
+from triptych.model.engine.scheduling.fair_shares import place_in_turn
+
+
+def sizes(harness: Harness, begin: int = 0) -> list[dict[str, int]]:
+    """Return the tokens of each request in each step."""
+    return [
+        {s.sequence.request.request_id: s.num_tokens for s in step.scheduled} for step in harness.runner.steps[begin:]
+    ]
+
+
+def flood(harness: Harness, number: int = 60, prompt: int = 20, **params: Any) -> None:
+    for at in range(number):
+        ids = [1000 * (at + 1) + token for token in range(prompt)]  # no common prefixes
+        harness.add(f"flood-{at}", ids, tenant="heavy", **{"max_tokens": 30, **params})
+
+
+@pytest.mark.parametrize("num_blocks", [400, 60])
+def test_the_first_token_of_a_light_tenant_comes_beside_a_flood_in_a_step_of_twice_its_prompt(num_blocks: int) -> None:
+    """Places and, with few blocks, the KV cache are taken by the flood: it gives some up at once."""
+    harness = Harness(max_num_seqs=8, num_blocks=num_blocks, budget=256)
+    flood(harness)
+    for _ in range(5):
+        harness.step()
+    begin = len(harness.runner.steps)
+    made = harness.add("light", [7] * 24, tenant="light", max_tokens=3)
+    harness.step()
+    first = sizes(harness, begin)[0]
+    assert first["light"] == 24
+    assert sum(first.values()) <= 2 * 24 + 8
+    for _ in range(2):
+        harness.step()
+    assert harness.tokens("light") == expected_tokens(made)
+
+
+def test_with_one_tenant_nothing_changes() -> None:
+    def steps(tenant: str) -> list[dict[str, int]]:
+        harness, numbers = Harness(max_num_seqs=6, num_blocks=40, budget=24), random.Random(3)
+        for at in range(30):
+            harness.add(f"r{at}", numbers.randint(1, 30), tenant=tenant, max_tokens=numbers.randint(1, 20))
+            harness.step()
+        harness.run()
+        return sizes(harness)
+
+    assert steps("") == steps("alice")
+
+
+def test_floods_share_tokens_whatever_their_requests_are_like() -> None:
+    harness = Harness(max_num_seqs=8, num_blocks=400, budget=64)
+    for at in range(150):
+        harness.add(f"long-{at}", [10 * at + 5, 1], tenant="a", max_tokens=60)
+        harness.add(f"short-{at}", [10 * at + 6] * 24, tenant="b", max_tokens=4)
+    for _ in range(300):
+        harness.step()
+    done: Counter[str] = Counter()
+    for step in sizes(harness):
+        for name, tokens in step.items():
+            done[name[:4]] += tokens
+    assert 0.4 < done["long"] / done.total() < 0.6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_with_its_tokens_however_tenants_press_each_other(seed: int) -> None:
+    numbers = random.Random(seed)
+    harness = Harness(
+        max_num_seqs=numbers.randint(1, 6), num_blocks=numbers.choice([14, 30, 80]), budget=24, overlap=seed % 2 == 1
+    )
+    made = []
+    for at in range(60):
+        made.append(
+            harness.add(
+                f"r{at}",
+                [numbers.randint(1, 3) for _ in range(numbers.randint(1, 30))],
+                tenant=numbers.choice("aaaabc"),
+                priority=numbers.choice([0, 0, 0, 5]),
+                max_tokens=numbers.randint(1, 20),
+                n=numbers.choice([1, 1, 2]),
+            )
+        )
+        for _ in range(numbers.randint(0, 3)):
+            harness.step()
+    harness.run()
+    for request in made:
+        if request.params.n == 1:
+            assert harness.tokens(request.request_id) == expected_tokens(request)
+    assert len(harness.ends()) == sum(request.params.n for request in made)
+
+
+def test_a_request_that_needs_the_whole_cache_ends_beside_another_tenants_flood() -> None:
+    harness = Harness(max_num_seqs=8, num_blocks=16, block_size=4, budget=64)
+    flood(harness, 40, 6, max_tokens=10)
+    made = harness.add("large", [3] * 40, tenant="large", max_tokens=16)
+    for at in range(40):
+        harness.add(f"later-{at}", [40_000 + at, 2, 3], tenant="heavy", max_tokens=10)
+    harness.run()
+    assert harness.tokens("large") == expected_tokens(made)
+    assert list(harness.ends()).index(("large", 0)) < 60
+
+
+def test_priority_goes_before_fairness() -> None:
+    harness = Harness(max_num_seqs=2, num_blocks=100)
+    for at in range(4):
+        harness.add(f"urgent-{at}", tenant="a", priority=-1, max_tokens=8)
+    harness.step()
+    harness.add("other", tenant="b", max_tokens=2)
+    assert harness.run().first_steps[:4] == [f"urgent-{at}" for at in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "place"),
+    [
+        ("", 0),
+        ("aaaa", 1),
+        ("bbb", 3),
+        ("abaaa", 3),  # the second of b after the second of a
+        ("aba", 3),
+        ("acacac", 2),
+    ],
+)
+def test_inputs_of_tenants_alternate(waiting: str, place: int) -> None:
+    assert place_in_turn([(tenant, 10) for tenant in waiting], "b") == place
