@@ -159,16 +159,16 @@ def pictures_for_reference(kind: str, spans: Sequence[ImageSpan], ids: Sequence[
     return given
 
 
-def pixels_for_reference(kind: str, pictures: Sequence[Tensor]) -> dict[str, Tensor]:
+def pixels_for_reference(kind: str, pictures: Sequence[Tensor], patch: int = 4, merge: int = 2) -> dict[str, Tensor]:
     """Return normalised pictures `[3, H, W]` as the `transformers` model of a kind takes them."""
     if kind.startswith("qwen"):
-        patches, grids = [], []
+        patches, grids, side = [], [], patch * merge
         for one in pictures:
             _, height, width = one.shape
-            cut = one.reshape(3, height // 8, 2, 4, width // 8, 2, 4)
+            cut = one.reshape(3, height // side, merge, patch, width // side, merge, patch)
             cut = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, 2, -1, -1)
-            patches.append(cut.reshape(height * width // 16, -1))
-            grids.append([1, height // 4, width // 4])
+            patches.append(cut.reshape(height * width // patch**2, -1))
+            grids.append([1, height // patch, width // patch])
         return dict(pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids))
     sizes = torch.tensor([one.shape[1:] for one in pictures])
     height, width = sizes.max(dim=0).values.tolist()
@@ -176,4 +176,4 @@ def pixels_for_reference(kind: str, pictures: Sequence[Tensor]) -> dict[str, Ten
     values = torch.stack(padded)
     if kind in ("idefics3", "smolvlm"):
         return dict(pixel_values=values[None])
-    return dict(pixel_values=values) | (dict(image_sizes=sizes) if kind not in SQUARES else {})
+    return dict(pixel_values=values) | (dict(image_sizes=sizes) if kind in ("mistral3", "llava-pixtral") else {})

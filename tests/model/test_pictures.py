@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
 }
 
 
-def theirs(kind: str, settings: dict[str, Any], data: bytes, patch: int, merge: int) -> tuple[np.ndarray, Any]:
+def processed(kind: str, settings: dict[str, Any], data: bytes, patch: int, merge: int) -> tuple[np.ndarray, Any]:
     """Return the patches of `transformers` in our order, and all that its processor returned."""
     processor = getattr(transformers, f"{kind}ImageProcessorPil")(**settings)
     extra = {"return_row_col_info": True} if kind in ("Idefics3", "SmolVLM") else {}
@@ -115,7 +115,7 @@ def test_a_prompts_picture_is_that_of_transformers(case: str, size: tuple[int, i
     found = made.prepare_picture(data)
     order = "hwc" if kind == "Gemma4" else "chw"
     ours = np.concatenate([blocks(part, patch, merge, order) for part in normalised(made, found)])
-    patches, all_found = theirs(kind, settings, data, patch, merge)
+    patches, all_found = processed(kind, settings, data, patch, merge)
     assert ours.shape == patches.shape
     assert np.abs(ours - patches).max() < 2e-6
     positions = found.num_positions * len(found.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import random
 import resource
@@ -11,6 +12,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,19 +25,36 @@ from PIL import Image
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.checkpoints import randomise
+from tests.model.picture_models import pixels_for_reference
 from tests.model.test_images import file, picture, png_of
+from tests.model.test_pictures import CASES, blocks, normalised, placeholder, processed
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.api.request import EncodeRequest, image_source, token_source
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.config.model import ImageConfig
 from triptych.model.engine.builder import load
+from triptych.model.families import read_settings
+from triptych.model.network.weights import load_model
 from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.pictures import picture_processing
 from triptych.model.vision.processing import ImageProcessing, read_image_processing, with_defaults
 from triptych.service.images.image_pool import ImagePool
 
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF")
 _SIZES = ((1, 1), (37, 211), (224, 224), (333, 250), (1000, 60), (640, 481))
 _HOSTILE = 1_000
+# Its class, the type of its language model, and of its tower where the whole does not say it.
+_TOWERS = {
+    "llava": ("LlavaForConditionalGeneration", "llama", "clip_vision_model"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "pixtral"),
+    "idefics3": ("Idefics3ForConditionalGeneration", "llama", "idefics3_vision"),
+    "smolvlm": ("SmolVLMForConditionalGeneration", "llama", "smolvlm_vision"),
+    "qwen2-5-vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ""),
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ""),
+}
 _SECONDS = 2.0  # of one file at most, decoded in the sandbox
 
 
@@ -48,6 +67,13 @@ def run(report: Report, packages: Packages) -> None:
                 _pixels(report, name, kind, size)
     for seed in range(12):
         _vectors(report, random.Random(seed), f"{seed}")
+    for case in CASES:
+        choose = random.Random(case)
+        for _ in range(20):
+            _prepared(report, case, (choose.randint(1, 900), choose.randint(1, 900)))
+    for seed in range(4):
+        for kind in sorted(_TOWERS):
+            _tower(report, kind, random.Random(seed), f"{seed}")
     asyncio.run(_hostile(report))
 
 
@@ -125,6 +151,78 @@ def _vectors(report: Report, choose: random.Random, case: str) -> None:
                 cosine = torch.nn.functional.cosine_similarity(ours, vector, dim=0).item()
                 name = f"vectors: {case}: {model.config.model_type}: {number}: {quantization}"
                 report.check(name, cosine > least, f"cosine {cosine}")
+
+
+def _prepared(report: Report, case: str, size: tuple[int, int]) -> None:
+    """Compare the pixels and the text of a prompt's picture with those of its processor."""
+    model_type, kind, settings, patch, merge = CASES[case]
+    data, name = file(picture(*size)), f"prepared: {case}: {size[0]} x {size[1]}"
+    raw = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    made = picture_processing(raw, model_type, patch, merge, {}, "preprocessor_config.json")
+    try:
+        found = made.prepare_picture(data)
+    except ImageError as error:
+        try:
+            processed(kind, settings, data, patch, merge)
+        except ValueError:
+            report.refuses(name, str(error))
+        else:
+            report.fails(name, str(error))
+        return
+    order = "hwc" if kind == "Gemma4" else "chw"
+    ours = np.concatenate([blocks(part, patch, merge, order) for part in normalised(made, found)])
+    theirs, whole = processed(kind, settings, data, patch, merge)
+    text = placeholder(case, whole, patch, merge, found.num_positions)
+    same = ours.shape == theirs.shape and bool(np.abs(ours - theirs).max() < 2e-6)
+    report.check(name, same and made.placeholder(found) == text)
+
+
+def _tower(report: Report, kind: str, choose: random.Random, case: str) -> None:
+    """Compare the rows of pictures of a random tower with `get_image_features`."""
+    architecture, text, tower = _TOWERS[kind]
+    heads, width = choose.choice((1, 2, 3)), choose.choice((8, 12, 16))
+    size, depth, hidden = heads * width, choose.randint(2, 5), choose.choice((24, 40))
+    sizes = dict(hidden_size=hidden, num_attention_heads=2, num_key_value_heads=1, head_dim=hidden // 2)
+    sizes |= dict(vocab_size=60, intermediate_size=30, model_type=text, num_hidden_layers=3)
+    patch, merge, grid = choose.choice((3, 4, 7)), choose.choice((2, 3)), choose.randint(1, 4)
+    vision: dict[str, Any] = dict(hidden_size=size, intermediate_size=choose.randint(9, 50), patch_size=patch)
+    whole: dict[str, Any] = dict(image_token_id=5)
+    if tower:
+        image = patch * merge * grid
+        vision |= dict(num_attention_heads=heads, num_hidden_layers=depth, image_size=image, model_type=tower)
+        merges = {"gemma3": dict(mm_tokens_per_image=grid**2), "mistral3": dict(spatial_merge_size=merge)}
+        whole |= merges.get(kind, dict(scale_factor=merge) if kind in ("idefics3", "smolvlm") else {})
+    else:
+        sizes |= dict(
+            rope_parameters=dict(rope_type="default", rope_theta=500.0, mrope_section=[hidden // 4 - 4, 2, 2])
+        )
+        vision |= dict(num_heads=heads, depth=depth, out_hidden_size=hidden, spatial_merge_size=merge)
+        vision |= (
+            dict(num_position_embeddings=grid**2, deepstack_visual_indexes=[0, depth - 1])
+            if text.startswith("qwen3")
+            else dict(window_size=patch * merge * choose.randint(1, 3), fullatt_block_indexes=[depth - 1])
+        )
+    torch.manual_seed(choose.randint(0, 999))
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(text_config=sizes, vision_config=vision, **whole)).float().eval()
+    randomise(model, 0.2)
+    side, cell = patch * merge * grid, patch * merge
+    free = kind in ("mistral3", "qwen2-5-vl", "qwen3-vl")
+    shapes = [(cell * choose.randint(1, 5), cell * choose.randint(1, 5)) if free else (side, side) for _ in range(3)]
+    pictures = [torch.randn(3, *shape) for shape in shapes]
+    with TemporaryDirectory() as folder, torch.inference_mode():
+        model.save_pretrained(folder)
+        config, _ = read_settings(json.loads((Path(folder) / "config.json").read_text()))
+        checkpoint = replace(read_checkpoint(Path(folder)), config=config)
+        ours = load_model(checkpoint, SdpaBackend())
+        given = pixels_for_reference(kind, pictures, patch, merge)
+        expected = model.get_image_features(**given).pooler_output
+        rows = torch.cat(
+            [one.flatten(0, -2) for one in (expected if isinstance(expected, tuple | list) else [expected])]
+        )
+        found = torch.cat([ours.begin_picture(one).finish()[:, :hidden] for one in pictures])
+    far = float((found - rows).abs().max()) if found.shape == rows.shape else float("inf")
+    report.check(f"towers: {kind}: {case}", far < 1e-4 * max(1.0, float(rows.abs().max())), f"differs by {far}")
 
 
 def _chunked(kind: bytes, data: bytes) -> bytes:
