@@ -205,11 +205,11 @@ class StateSpan(ctypes.Structure):
 
 
 class LowRank(ctypes.Structure):
-    _fields_ = (("down", PackedMatrix), ("up", PackedMatrix), ("first_output", c_int64), ("scale", c_float))
+    _fields_ = (("up", PackedMatrix), ("first_output", c_int64), ("first_rank", c_int64), ("scale", c_float))
 
 
 class Addition(ctypes.Structure):
-    _fields_ = (("count", c_int64), ("parts", POINTER(LowRank)))
+    _fields_ = (("down", PackedMatrix), ("count", c_int64), ("parts", POINTER(LowRank)))
 
 
 class AdapterRun(ctypes.Structure):

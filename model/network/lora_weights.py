@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +17,24 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.errors import CheckpointError, ConfigError, listed
 from triptych.model.families import family_for
 from triptych.model.families.table.rules import Family, LinearRule, Shape
-from triptych.model.linear.base import LinearSpec, Part, linears
-from triptych.model.linear.native import NativeLinear, packed_linear
-from triptych.model.native.library import KINDS
-from triptych.model.network.lora import ADAPTED, OF_SOURCES, LoraAdapter, LowRankPart
+from triptych.model.linear.base import linears
+from triptych.model.linear.native import PANEL_WIDTH, NativeLinear, packed_linear
+from triptych.model.network.lora import (
+    ADAPTED,
+    OF_SOURCES,
+    LoraAdapter,
+    LowRankPart,
+    LowRankProjection,
+    PlainMatrix,
+    Product,
+)
+from triptych.model.network.native_adapters import RankMatrix
 from triptych.model.network.saved_head import head_bytes, plan_head, read_head
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work, finish
+from triptych.model.system.huge_pages import reserve
+
+_LINE = 64  # bytes of a line of the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +123,22 @@ def _unserved(target: str, config: ModelConfig) -> str:
 
 
 def planned_bytes(planned: Mapping[str, Sequence[_Planned]], model: Transformer) -> int:
-    """Return the bytes that the matrices will take in memory, as the network keeps them."""
-    modules = [one.module for found in planned.values() for one in found]
-    shapes = [tensor.shape for module in modules for tensor in (module.down, module.up)]
-    dtype, library = model.linear.dtype, model.linear.library
+    """Return the most bytes that the matrices will take in memory, as the network keeps them."""
+    panel, step = _rounding(model)
+    size = 0
+    for one in (one for found in planned.values() for one in found):
+        (rank, inputs), (outputs, _) = one.module.down.shape, one.module.up.shape
+        ranks = rank + -rank % step
+        size += (ranks + -ranks % panel) * (inputs + -inputs % 32) + (outputs + 2 * (panel - 1)) * ranks
+    return size * model.linear.dtype.itemsize
+
+
+def _rounding(model: Transformer) -> tuple[int, int]:
+    """Return how many outputs a panel of C has, and to a multiple of what it rounds ranks up."""
+    library, dtype = model.linear.library, model.linear.dtype
     if library is None:
-        return sum(dtype.itemsize * math.prod(shape) for shape in shapes)
-    matrices = (LinearSpec("matrix", inputs, (Part(rows),), bias=False) for rows, inputs in shapes)
-    return sum(NativeLinear(spec, KINDS[dtype], dtype, library).nbytes for spec in matrices)
+        return 1, 1
+    return PANEL_WIDTH, 32 if library.tiles and dtype is torch.bfloat16 else 2
 
 
 def loading_adapter(
@@ -135,13 +153,14 @@ def loading_adapter(
     check(planned_bytes(planned, model) + size)
     yield None
     stored = {one.name: one for module in folder.modules.values() for one in (module.down, module.up)}
-    parts: dict[str, tuple[LowRankPart, ...]] = {}
+    projections: dict[str, LowRankProjection] = {}
     with TensorReader(stored) as reader:
         for target, found in planned.items():
-            parts[target] = tuple(_part(reader, one, model) for one in sorted(found, key=lambda one: one.first))
+            projections[target] = _projection(reader, sorted(found, key=lambda one: one.first), model)
             yield None
+    _in_one_piece(projections.values())
     classifier = read_head(folder.saved, head, model) if head else None
-    return LoraAdapter(name, parts, classifier=classifier, classifier_bytes=size)
+    return LoraAdapter(name, projections, classifier=classifier, classifier_bytes=size)
 
 
 def load_adapter(name: str, folder: AdapterFolder, model: Transformer) -> LoraAdapter:
@@ -149,14 +168,44 @@ def load_adapter(name: str, folder: AdapterFolder, model: Transformer) -> LoraAd
     return finish(loading_adapter(name, folder, model))
 
 
-def _part(reader: TensorReader, planned: _Planned, model: Transformer) -> LowRankPart:
-    module = planned.module
-    down, up = _read(reader, module.down), _read(reader, module.up)
-    if planned.order is not None:
-        up = up[torch.tensor(planned.order)]
-    of_down, of_up = (_product(matrix, model) for matrix in (down, up))
-    nbytes = sum(one[1] for one in (of_down, of_up))
-    return LowRankPart(planned.first, len(up), module.rank, module.scale, of_down[0], of_up[0], nbytes)
+def _projection(reader: TensorReader, planned: Sequence[_Planned], model: Transformer) -> LowRankProjection:
+    """Read the matrices of a projection; in C they begin at whole panels, with ranks in pairs or as tiles have them."""
+    (panel, step), dtype = _rounding(model), model.linear.dtype
+    in_c = step == 2 and _place(planned[0].target) in ADAPTED
+    downs, parts, ranks = list[Tensor](), list[LowRankPart](), 0
+    for one in planned:
+        module, up = one.module, _read(reader, one.module.up)
+        if one.order is not None:
+            up = up[torch.tensor(one.order)]
+        before = one.first % panel
+        up = functional.pad(up, (0, 0, before, 0)).to(dtype)
+        product = RankMatrix(up) if in_c else _product(up, model)
+        parts.append(LowRankPart(one.first - before, len(up), ranks, module.rank, module.scale, product))
+        downs.append(functional.pad(_read(reader, module.down), (0, 0, 0, -module.rank % step)).to(dtype))
+        ranks += len(downs[-1])
+    return LowRankProjection(ranks, _product(torch.cat(downs), model), tuple(parts))
+
+
+def _place(target: str) -> str:
+    """Return a projection's name within its layer; "" outside of layers."""
+    return target.partition(".layers.")[2].partition(".")[2]
+
+
+def _in_one_piece(projections: Iterable[LowRankProjection]) -> None:
+    """Move packed matrices to one piece of memory: a large one gets huge pages, which streams of weights need."""
+    found = [one for each in projections for one in (each.down, *(part.up for part in each.parts))]
+    packed = [one for one in found if isinstance(one, (NativeLinear, RankMatrix))]
+    taken, memory = 0, reserve(sum(_aligned(array) for one in packed for array in one.arrays.values()))
+    for one in packed:
+        moved = dict[str, Tensor]()
+        for name, array in one.arrays.items():
+            moved[name] = memory[taken : taken + len(array)].copy_(array)
+            taken += _aligned(array)
+        one.adopt(moved)
+
+
+def _aligned(array: Tensor) -> int:
+    return array.nbytes + -array.nbytes % _LINE
 
 
 def _read(reader: TensorReader, tensor: StoredTensor) -> Tensor:
@@ -167,12 +216,7 @@ def _read(reader: TensorReader, tensor: StoredTensor) -> Tensor:
     return found
 
 
-def _product(matrix: Tensor, model: Transformer) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Return the product with a matrix in the network's dtype, packed if the network's are, and its bytes."""
-    matrix = matrix.to(model.linear.dtype)
+def _product(matrix: Tensor, model: Transformer) -> Product:
+    """Return the product with a matrix in the network's dtype, packed if the network's are."""
     library = model.linear.library
-    if library is not None:
-        packed: NativeLinear = packed_linear(library, matrix)
-        return packed, packed.nbytes
-    kept = matrix.to(model.device)
-    return (lambda x: functional.linear(x.to(kept.dtype), kept)), kept.nbytes
+    return PlainMatrix(matrix.to(model.device)) if library is None else packed_linear(library, matrix)

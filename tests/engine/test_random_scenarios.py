@@ -1,11 +1,12 @@
 """Random scenarios: a request's output does not depend on what else runs, nor on preemption.
 
-A scenario draws the pools, limits and number format of an engine, requests that share prefixes or not, the budgets of
-its steps, and when requests arrive and are aborted. `make test-slow` runs many more.
+A scenario draws the pools, limits and number format of an engine, requests that share prefixes or not and name
+adapters or not, the budgets of its steps, and when requests arrive and are aborted. `make test-slow` runs many more.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from functools import cache
@@ -17,12 +18,25 @@ import torch
 from tests.engine.test_encoder_graphs import TextsBackend
 from tests.engine.test_overlap import recorded
 from tests.matrix import rest_is_slow
-from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, native_backends, prompt, source_of
+from tests.model.checkpoints import (
+    AUDIO,
+    CPU,
+    DECODERS,
+    START,
+    _root,
+    loaded,
+    native_backends,
+    prompt,
+    saved,
+    source_of,
+)
 from tests.model.decoder_rows import VOCAB
+from tests.model.lora import matrices, write_adapter
 from triptych.model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
 from triptych.model.api.sampling_bounds import check_sampling
 from triptych.model.api.sampling_params import Probe, SamplingParams
 from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.adapter_tensors import read_adapter
 from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from triptych.model.engine.execution import encoder_graphs, mixed_graphs
 from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
@@ -35,6 +49,7 @@ from triptych.model.engine.scheduling.scheduled_step import DECODES_ONLY, UNLIMI
 from triptych.model.engine.scheduling.scheduler import Scheduler
 from triptych.model.engine.speculation.draft_model import DraftModel
 from triptych.model.engine.speculation.propose import MAX_VERIFIED_ROWS
+from triptych.model.network.lora_weights import load_adapter
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import finish
 from triptych.model.text.grammar import choice_grammar, regex_grammar
@@ -53,6 +68,18 @@ GRAMMARS = (regex_grammar("[a-z]{2,6}(-[A-Z]+)*"), choice_grammar(["abc", "abd",
 def network(kind: str, *, records: bool = False) -> Transformer:
     """Return a model; `records`: its steps can be recorded, as all lengths are read where a GPU's kernels read them."""
     return loaded(kind, TextsBackend() if records else next(iter(native_backends()), None))
+
+
+@cache
+def adapted_network(kind: str) -> Transformer:
+    """Return a model with two adapters, of attention alone where the rest may have none."""
+    model, attention = loaded(kind, next(iter(native_backends()), None)), r"self_attn\."
+    targets = attention if kind in ("gpt-oss", "qwen3-moe", "qwen3-next") else r"(layers|block)\.\d+\."
+    for name, rank in (("sql", 3), ("fr", 33)):
+        folder = _root() / f"scenarios-{os.getpid()}" / kind / name
+        write_adapter(folder, matrices(saved(kind).reference, targets, rank, seed=rank))
+        model.lora[name] = load_adapter(name, read_adapter(folder), model)
+    return model
 
 
 def recorded_graphs(model: Transformer, pages: KVCache, num_seqs: int) -> dict[str, Any]:
@@ -128,7 +155,7 @@ def least_blocks(window: int | None, size: int, requests: list[Request], budget:
 
 def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, **settings: Any) -> GenerateEngine:
     chosen = {"num_seqs": 8, "budget": 256, "shares": False, "overlap": False, "records": False, **settings}
-    model = network(kind, records=chosen["records"])
+    model = adapted_network(kind) if chosen.get("adapted") else network(kind, records=chosen["records"])
     decoder, encoder = model.config.decoder, model.config.encoder
     assert decoder is not None
     specs = pools_of(paged_specs(decoder, "float32"))
@@ -151,6 +178,7 @@ def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, 
         grammars=Grammars(lambda: TokenBytes(TEXTS, TEXTS)),
         overlap=chosen["overlap"],
         num_speculative_tokens=drafts,
+        adapters=model.lora,
     )
     if drafts and encoder is None and specs[0].window is None and chosen["small"]:
         small = network("llama-gqa", records=chosen["records"])
@@ -238,6 +266,10 @@ def run_scenario(kind: str, seed: int, *, records: bool = False) -> None:
     """Run drawn requests together, by recorded steps if `records`, then each alone."""
     chance = random.Random(f"{kind} {seed}")
     requests = drawn_requests(kind, chance)
+    adapted = not records and seed % 2 == len(kind) % 2
+    if adapted:
+        naming = random.Random(f"adapters {kind} {seed}")
+        requests = [replace(request, model=naming.choice((kind, "sql", "fr"))) for request in requests]
     decoder = network(kind).config.decoder
     assert decoder is not None
     windows = [spec.window for spec in pools_of(paged_specs(decoder, "float32"))]
@@ -249,6 +281,7 @@ def run_scenario(kind: str, seed: int, *, records: bool = False) -> None:
     settings = {
         **{"num_seqs": num_seqs, "budget": budget, "shares": chance.random() < 0.7, "overlap": chance.random() < 0.3},
         **{"drafts": chance.choice((0, 3)), "small": chance.random() < 0.5, "snapshots": chance.choice((0, 3))},
+        "adapted": adapted,
     }
     engine = engine_of(kind, pools, size, dtype, records=records, replays=records, **settings)
     outputs, aborted = play(engine, requests, chance)
@@ -256,7 +289,7 @@ def run_scenario(kind: str, seed: int, *, records: bool = False) -> None:
     assert engine.block_manager.is_empty
     assert sum(one.drafted_tokens for one in outputs) == stats.draft_tokens
     assert sum(one.accepted_tokens for one in outputs) == stats.accepted_tokens
-    found, lonely = said(outputs), engine_of(kind, [400] * len(windows), 16, dtype, records=records)
+    found, lonely = said(outputs), engine_of(kind, [400] * len(windows), 16, dtype, records=records, adapted=adapted)
     for request in requests:
         plain = replace(request.params, num_speculative_tokens=None)
         for key, whole in said(play_alone(lonely, replace(request, params=plain))).items():

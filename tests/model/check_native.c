@@ -434,16 +434,25 @@ static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, i
     }
 }
 
+/* The second matrix of a part, whose ranks are rounded up as vectors or tiles read them. */
+static PackedMatrix rank_matrix(int64_t dtype, int64_t n, int64_t rank, int64_t tiles) {
+    if (dtype != BF16 || tiles) return packed(dtype, n, rank, 0, tiles);
+    PackedMatrix m = {.dtype = dtype, .n = n, .k = rank};
+    int64_t count = round_up(n, PANEL_WIDTH) * round_up(rank, 2);
+    m.data = memcpy(room(count * 2), numbers(dtype, count), count * 2);
+    return m;
+}
+
 /* What an adapter adds to the projection of a matrix, in two parts; the last outputs of one are left alone. */
 static Addition addition(const Stack *stack, const PackedMatrix *matrix, int64_t rank) {
-    int64_t half = matrix->n / 2, sizes[] = {half, matrix->n - half - 1};
+    int64_t half = matrix->n / 2 / PANEL_WIDTH * PANEL_WIDTH, sizes[] = {half ? half : 1, matrix->n - half - 1};
+    int64_t each = round_up(rank, stack->tiles ? 32 : 2);
     LowRank *parts = room(2 * sizeof *parts);
     for (int64_t i = 0; i < 2; i++) {
-        parts[i].down = packed(stack->dtype, rank, matrix->k, 0, stack->tiles);
-        parts[i].up = packed(stack->dtype, sizes[i], rank, 0, stack->tiles);
-        parts[i].first_output = i * half, parts[i].scale = 0.5f;
+        parts[i].up = rank_matrix(stack->dtype, sizes[i], rank, stack->tiles);
+        parts[i].first_output = i * half, parts[i].first_rank = i * each, parts[i].scale = 0.5f;
     }
-    return (Addition){2, parts};
+    return (Addition){packed(stack->dtype, 2 * each, matrix->k, 0, stack->tiles), 2, parts};
 }
 
 /* An adapter of all projections that may have one. */
@@ -477,7 +486,7 @@ static void run_model(const Model *m, Step step, int64_t threads) {
         AdapterRun *runs = room(2 * sizeof *runs);
         runs[0] = (AdapterRun){1, step.rows / 2, adapter(m, 5)};
         runs[1] = (AdapterRun){step.rows / 2, step.rows - 1, adapter(m, 33)};
-        step.num_runs = 2, step.runs = runs, step.rank_width = 4 * 64;
+        step.num_runs = 2, step.runs = runs, step.rank_width = 2 * 64;
     }
     for (int64_t half = 0; half < 2; half++) { /* a step that pauses between two layers */
         step.first_layer = half * LAYERS / 2, step.last_layer = (half + 1) * LAYERS / 2;

@@ -80,7 +80,7 @@ void encoder_self_attention(const StackContext *t, const AttentionLayer *layer, 
     const AttentionShape *a = &layer->shape;
     PackedMatrix like = {.dtype = a->dim % 2 ? F32 : stack->dtype};
     int kind = operand_kind(&like); /* changes are finish_heads', which reads floats */
-    int changed = changes_heads(layer) || is_adapted(t, number, ATTENTION_INPUT);
+    int changed = changes_heads(layer) || is_added_after(t, number, ATTENTION_INPUT);
     int64_t width = (a->heads + 2 * a->kv_heads) * a->dim;
     Output qkv = {.rows = t->qkv, .stride = width, .bf16_rows = kind == BF16 && !changed};
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);

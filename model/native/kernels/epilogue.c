@@ -1,6 +1,7 @@
 /* What follows the sums of a product: scale, bias, activation, and where they are written. */
 #include "epilogue.h"
 
+#include "adapted_rows.h"
 #include "dot.h"
 
 /* How outputs are written: put, added to what is there, or rounded and put. */
@@ -91,6 +92,7 @@ __attribute__((noinline)) void epilogue(const Product *product, const SumTile *t
     int vectors = tile->vectors;
     while (tile->column + (vectors - 1) * LANES >= product->matrix->n) vectors--; /* beyond the last output */
     if (product->matrix->dtype == INT8 && !product->matrix->group) scale_integers(product, tile, vectors);
+    if (product->output.adapted) add_low_ranks(&product->output, tile);
     if (product->output.bf16_rows)
         finish_in(PUT_BF16, product, tile, vectors);
     else if (product->output.add && product->output.add_scale != 1.0f) /* of a sublayer, without an activation */

@@ -5,32 +5,19 @@
  * sum. A matrix that may use AMX tiles is multiplied by amx.c, in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
+#include "adapted_rows.h"
 #include "amx.h"
 #include "dot.h"
 #include "epilogue.h"
+#include "float_kernels.h"
 #include "groups.h"
 
-#ifdef __AVX512F__
-#define KERNEL_PANELS 3 /* 8 x 3 accumulators of the 32 registers */
-#define KERNEL_ROWS 8
-#else
-#define KERNEL_PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
-#define KERNEL_ROWS 6
-#endif
 #define MIN_TILED_INT8_ROWS 3 /* fewer are faster by vectors, and the bits are the same */
 #define L2_BYTES 524288       /* of weights that are used for all rows before the next */
 #define MIN_PART_ROWS 64      /* of one thread, where threads divide rows too */
 #define ROW_BLOCK 16          /* rows of a tile, which threads do not divide */
-#define CACHE_LINE 64         /* bytes; also what a step in k takes of a panel */
-#define PREFETCH_BYTES (32 * CACHE_LINE)
 
 _Static_assert(KERNEL_PANELS * PANEL_WIDTH <= GEMM_SCRATCH, "a row's sums must fit its scratch");
-
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define HAS_BF16_DOT 1
-#else
-#define HAS_BF16_DOT 0
-#endif
 
 int operand_kind(const PackedMatrix *matrix) {
     if (matrix->dtype == BF16) return HAS_BF16_DOT ? BF16 : F32;
@@ -76,87 +63,6 @@ void narrow_in_place(float *row, int64_t k) { /* ascending: what is overwritten 
     }
 }
 
-/* Sums of `rows` rows times `vecs` registers' worth of outputs. */
-typedef vec Accumulators[KERNEL_ROWS][KERNEL_PANELS * PANEL_VECS];
-
-/* How far register j's weights are from the first's, in elements: panels are `panel` elements apart, and `step`
- * elements of each output lie together. */
-INLINE int64_t weight_offset(int j, int64_t panel, int step) {
-    return j / PANEL_VECS * panel + j % PANEL_VECS * LANES * step;
-}
-
-/* Where a kernel's weights lie, in bytes, for prefetching. */
-typedef struct {
-    const char *end;     /* of what is read of the first panel */
-    int64_t panel_bytes; /* from one panel to the next */
-    int cold;            /* whether the weights may be in no cache yet */
-} WeightStream;
-
-/* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those
- * of the panels that follow. They are kept in caches: the third may hold all weights until the next step. */
-INLINE void prefetch_weights(int panels, const void *weights, WeightStream stream) {
-    if (!stream.cold) return;
-    const char *line = (const char *)weights + PREFETCH_BYTES;
-    if (line >= stream.end) line += (panels - 1) * stream.panel_bytes;
-#pragma GCC unroll 4
-    for (int j = 0; j < panels; j++, line += stream.panel_bytes) __builtin_prefetch(line, 0, 3);
-}
-
-/* kernel_f32, kernel_bf16, kernel_int8: add the products of rows a and weights b over k in [0, count) to `acc`.
- * `rows` and `vecs` are constants, so that loops over them unroll completely; panels are `panel` elements apart. */
-INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b, int64_t panel, int64_t count,
-                      WeightStream stream, Accumulators acc) {
-    for (int64_t k = 0; k < count; k++, b += PANEL_WIDTH) {
-        prefetch_weights(vecs / PANEL_VECS, b, stream);
-        vec w[KERNEL_PANELS * PANEL_VECS];
-#pragma GCC unroll 4
-        for (int j = 0; j < vecs; j++) w[j] = load(b + weight_offset(j, panel, 1));
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            vec x = splat(a[i][k]);
-#pragma GCC unroll 4
-            for (int j = 0; j < vecs; j++) acc[i][j] = fma_vec(x, w[j], acc[i][j]);
-        }
-    }
-}
-
-#if HAS_BF16_DOT
-/* sums + the dot product of each pair of w's bf16 with the pair in x. */
-INLINE vec dot_bf16(vec sums, uvec w, int32_t x) {
-#ifdef __AVX512BF16__
-    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
-#else
-    return (vec)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)vdupq_n_s32(x), (bfloat16x8_t)w);
-#endif
-}
-#endif
-
-INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
-                      WeightStream stream, Accumulators acc) {
-    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL_WIDTH) {
-        prefetch_weights(vecs / PANEL_VECS, b, stream);
-        uvec w[KERNEL_PANELS * PANEL_VECS];
-#pragma GCC unroll 4
-        for (int j = 0; j < vecs; j++) memcpy(w + j, b + weight_offset(j, panel, 2), sizeof *w);
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-#if HAS_BF16_DOT
-            int32_t pair;
-            memcpy(&pair, (const bf16 *)a[i] + k, 4);
-#pragma GCC unroll 4
-            for (int j = 0; j < vecs; j++) acc[i][j] = dot_bf16(acc[i][j], w[j], pair);
-#else
-            const float *row = a[i];
-#pragma GCC unroll 4
-            for (int j = 0; j < vecs; j++) {
-                acc[i][j] = fma_vec(splat(row[k]), (vec)(w[j] << 16), acc[i][j]);
-                if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), (vec)(w[j] & 0xffff0000u), acc[i][j]);
-            }
-#endif
-        }
-    }
-}
-
 #if !HAS_INT8_DOT
 /* The dot product of each pair of 16-bit numbers with the pair in x. */
 INLINE ivec dot_pairs(ivec w, int32_t x) {
@@ -172,7 +78,7 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 
 #if HAS_INT8_BLOCKS
 /* kernel_int8 of an even number of rows, two at a time. */
-INLINE void kernel_int8_blocks(int rows, const int8_t *const *a, const int8_t *b, int64_t count, WeightStream stream,
+INLINE void kernel_int8_blocks(int rows, const int8_t *const *a, const int8_t *b, int64_t count, WeightStream *stream,
                                Accumulators acc) {
     ivec sums[KERNEL_ROWS][PANEL_VECS];
 #pragma GCC unroll 8
@@ -209,7 +115,7 @@ INLINE void kernel_int8_blocks(int rows, const int8_t *const *a, const int8_t *b
 
 /* Sums are integers, in the bits of `acc`. */
 INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                      WeightStream stream, Accumulators acc) {
+                      WeightStream *stream, Accumulators acc) {
 #if HAS_INT8_BLOCKS
     if (rows > 1) {
         kernel_int8_blocks(rows, (const int8_t *const *)a, b, count, stream, acc);
@@ -263,6 +169,7 @@ typedef struct {
     int64_t row, column, start, stop;
     int count;
     int cold; /* whether the weights may be in no cache yet */
+    const Ahead *ahead;
 } KernelTile;
 
 /* Compute a tile of at most `rows` rows and of `panels` panels, which are constants. Sums over a part of k are kept
@@ -271,7 +178,7 @@ INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile
     const PackedMatrix *m = p->matrix;
     int64_t panel = padded_k(dtype, m->k) * PANEL_WIDTH, count = t.stop - t.start, bytes = element_bytes(dtype);
     const char *b = (const char *)m->data + (t.column / PANEL_WIDTH * panel + t.start * PANEL_WIDTH) * bytes;
-    WeightStream stream = {b + count * PANEL_WIDTH * bytes, panel * bytes, t.cold};
+    WeightStream stream = {.end = b + count * PANEL_WIDTH * bytes, .panel_bytes = panel * bytes, .cold = t.cold, .ahead = t.ahead};
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[KERNEL_ROWS];
     Accumulators acc;
@@ -286,11 +193,11 @@ INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile
             acc[i][j] = t.start ? load(p->scratch + at * GEMM_SCRATCH + j * LANES) : splat(0.0f);
     }
     if (dtype == F32)
-        kernel_f32(rows, panels * PANEL_VECS, (const float *const *)a, (const float *)b, panel, count, stream, acc);
+        kernel_f32(rows, panels * PANEL_VECS, (const float *const *)a, (const float *)b, panel, count, &stream, acc);
     else if (dtype == BF16)
-        kernel_bf16(rows, panels * PANEL_VECS, a, (const bf16 *)b, panel, count, stream, acc);
+        kernel_bf16(rows, panels * PANEL_VECS, a, (const bf16 *)b, panel, count, &stream, acc);
     else
-        kernel_int8(rows, panels * PANEL_VECS, a, (const int8_t *)b, panel, count, stream, acc);
+        kernel_int8(rows, panels * PANEL_VECS, a, (const int8_t *)b, panel, count, &stream, acc);
     Accumulators done; /* a copy, so that acc stays in registers */
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
@@ -309,12 +216,17 @@ INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile
 INLINE void multiply_rows(int dtype, int panels, const Product *p, int64_t rows, int64_t column, int64_t start,
                           int64_t stop) {
     KernelTile t = {.column = column, .start = start, .stop = stop, .count = KERNEL_ROWS};
+    Ahead ahead;
     if (rows >= KERNEL_ROWS) { /* the first kernel brings the weights for all others; of few rows it is the one below */
         t.cold = 1;
         kernel(dtype, KERNEL_ROWS, panels, p, t);
         t.cold = 0, t.row = KERNEL_ROWS;
+        if (stop == p->matrix->k && rows > KERNEL_ROWS) {
+            int64_t steps = (stop - start) / (dtype == F32 ? 1 : 4 / element_bytes(dtype)), next = column + panels * PANEL_WIDTH;
+            t.ahead = ranks_ahead(&p->output, rows, next, panels, steps, &ahead);
+        }
     }
-    for (; t.row + KERNEL_ROWS <= rows; t.row += KERNEL_ROWS) kernel(dtype, KERNEL_ROWS, panels, p, t);
+    for (; t.row + KERNEL_ROWS <= rows; t.row += KERNEL_ROWS, t.ahead = NULL) kernel(dtype, KERNEL_ROWS, panels, p, t);
     t.count = (int)(rows - t.row), t.cold = !t.row;
     if (t.count > 4)
         kernel(dtype, KERNEL_ROWS, panels, p, t);
@@ -386,5 +298,6 @@ void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output outp
     operand.rows = (const char *)operand.rows + first * operand.stride * element_bytes(operand_kind(matrix));
     if (operand.scale) operand.scale += first;
     output.rows = (char *)output.rows + first * output.stride * (output.bf16_rows ? 2 : 4);
+    output.first_row += first;
     gemm_panels(matrix, operand, last - first, output, count * place / each, count * (place + 1) / each, scratch);
 }

@@ -1,6 +1,7 @@
 /* Products in groups by vectors (groups.h), from one row at the speed of memory to as many as stay in caches. */
 #include "groups.h"
 
+#include "adapted_rows.h"
 #include "amx.h"
 #include "dot.h"
 #include "epilogue.h"
@@ -133,6 +134,7 @@ typedef struct {
     int64_t row, panel;
     int count;
     int cold; /* whether the weights may be in no cache yet */
+    const Ahead *ahead;
 } GroupTile;
 
 /* Compute up to `rows` rows of `panels` panels; `dtype`, `rows` and `panels` are constants. */
@@ -144,6 +146,7 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
     const char *weights = (const char *)m->data + t.panel * panel_bytes, *end = weights + panel_bytes;
     const float *scale = m->scale + t.panel * groups * PANEL_WIDTH;
     const float *offset = m->offset ? m->offset + t.panel * groups * PANEL_WIDTH : NULL;
+    WeightStream stream = {.ahead = t.ahead};
     const int8_t *a[GROUP_ROWS];
     const GroupStep *steps[GROUP_ROWS];
     vec acc[GROUP_ROWS][VECS];
@@ -172,6 +175,8 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
                 if (line >= end) line += (panels - 1) * panel_bytes;
 #pragma GCC unroll 4
                 for (int j = 0; j < panels; j++) __builtin_prefetch(line + j * panel_bytes, 0, 3);
+            } else {
+                prefetch_ahead(&stream);
             }
 #pragma GCC unroll 4
             for (int j = 0; j < panels * PANEL_VECS; j++)
@@ -201,8 +206,13 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
 
 /* Multiply all rows by one or more panels; `dtype` and `panels` are constants. */
 INLINE void multiply_grouped_rows(int dtype, int panels, const Product *p, int64_t rows, int64_t panel) {
-    GroupTile t = {0, panel, GROUP_ROWS, 1};
-    for (; t.row + GROUP_ROWS <= rows; t.row += GROUP_ROWS, t.cold = 0) group_kernel(dtype, GROUP_ROWS, panels, p, t);
+    GroupTile t = {0, panel, GROUP_ROWS, 1, NULL};
+    Ahead ahead;
+    for (; t.row + GROUP_ROWS <= rows; t.row += GROUP_ROWS, t.cold = 0) {
+        int64_t next = (panel + panels) * PANEL_WIDTH, steps = p->matrix->k / (dtype == INT4 ? 8 : 4);
+        t.ahead = t.row == GROUP_ROWS ? ranks_ahead(&p->output, rows, next, panels, steps, &ahead) : NULL;
+        group_kernel(dtype, GROUP_ROWS, panels, p, t);
+    }
     t.count = (int)(rows - t.row);
     if (t.count > 4)
         group_kernel(dtype, GROUP_ROWS, panels, p, t);

@@ -9,10 +9,11 @@
 /* The projections of a layer that may have adapters, in the order of an adapter's table. */
 enum { NOT_ADAPTED = -1, ATTENTION_INPUT = 0, ATTENTION_OUTPUT, CROSS_INPUT, CROSS_OUTPUT, MLP_UP, MLP_DOWN, ADAPTED };
 
-/* Whether any row of the context has an adapter that changes a layer's projection. */
-int is_adapted(const StackContext *t, int64_t number, int place);
-/* As multiply, of rows from `begin` of the context's on, and what their adapters add to the projection `place` of the
- * layer `number`. If any does, the output has no activation and floats. Ends at a barrier. */
+/* Whether what adapters add to a layer's projection follows the product: then this has no activation, and its outputs
+ * are floats. */
+int is_added_after(const StackContext *t, int64_t number, int place);
+/* As multiply, of rows from `begin` of the context's on, with what their adapters add to the projection `place` of the
+ * layer `number`. Ends at a barrier. */
 void project(const StackContext *t, int64_t number, int place, const PackedMatrix *matrix, Operand operand,
              int64_t begin, int64_t rows, Output output);
 

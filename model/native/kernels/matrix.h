@@ -33,6 +33,8 @@ typedef struct {
     const float *scale; /* INT8: of each row; GROUPS have their scales after the numbers of a row */
 } Operand;
 
+typedef struct AdaptedRows AdaptedRows; /* adapted_rows.h */
+
 /* Where a product writes its rows [rows][n]. The caller owns them. */
 typedef struct {
     void *rows;         /* floats, or bf16 */
@@ -42,6 +44,8 @@ typedef struct {
     int64_t add;        /* whether the product, `add_scale` times, is added to what float rows hold */
     float add_scale;
     float softcap;
+    const AdaptedRows *adapted; /* what is added to its sums; null: nothing */
+    int64_t first_row;          /* the row of `adapted` that its first row is */
 } Output;
 
 /* One product, as all the functions that compute it see it. */

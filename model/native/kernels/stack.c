@@ -47,13 +47,13 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
 static Operand mlp_inner(const StackContext *t, const MLPLayer *layer, int64_t number, const Norm *pre,
                          const float *from, int64_t begin, int64_t rows) {
     Operand operand = prepare_operand(&t->team, pre, &layer->up, from, rows);
-    int kind = operand_kind(&layer->down), adapted = is_adapted(t, number, MLP_UP);
+    int kind = operand_kind(&layer->down), apart = is_added_after(t, number, MLP_UP);
     int64_t size = layer->down.k, bytes = operand_bytes(&layer->down), after = NO_ACTIVATION;
     Output up = {.rows = t->inner, .activation = layer->gated ? NO_ACTIVATION : layer->activation};
-    if (adapted) after = up.activation, up.activation = NO_ACTIVATION;
-    if (!layer->gated && !adapted && (kind == F32 || (kind == BF16 && padded_k(BF16, size) == size))) { /* comes out as it goes in */
+    if (apart) after = up.activation, up.activation = NO_ACTIVATION;
+    if (!layer->gated && !apart && (kind == F32 || (kind == BF16 && padded_k(BF16, size) == size))) { /* comes out as it goes in */
         up.stride = bytes / element_bytes(kind), up.bf16_rows = kind == BF16;
-        multiply(&t->team, &layer->up, operand, rows, up);
+        project(t, number, MLP_UP, &layer->up, operand, begin, rows, up);
         return (Operand){t->inner, up.stride, NULL};
     }
     up.stride = layer->up.n;

@@ -5,6 +5,7 @@
 #ifndef TRIPTYCH_STACK_H
 #define TRIPTYCH_STACK_H
 
+#include "adapted_rows.h"
 #include "attention.h"
 #include "rowwise.h"
 
@@ -127,25 +128,6 @@ typedef struct {
     int64_t first, last, source, target;
 } StateSpan;
 
-/* What an adapter adds to the outputs of a projection from `first_output` on: scale * up(down(x)) (Hu et al. 2021). */
-typedef struct {
-    PackedMatrix down, up; /* [rank, k], [outputs, rank]: F32 or BF16, no biases */
-    int64_t first_output;
-    float scale;
-} LowRank;
-
-/* The parts of one projection. */
-typedef struct {
-    int64_t count; /* 0: the adapter does not change it */
-    const LowRank *parts;
-} Addition;
-
-/* Rows [first, last) of a step, which have one adapter. */
-typedef struct {
-    int64_t first, last;
-    const Addition *additions; /* [num_layers][ADAPTED] (low_rank.h) */
-} AdapterRun;
-
 /* One run through layers [first_layer, last_layer) of a stack; the final norm follows its last layer. */
 typedef struct {
     int64_t rows, first_layer, last_layer;
@@ -164,7 +146,7 @@ typedef struct {
                                     null: nowhere; or null */
     int64_t num_runs;
     const AdapterRun *runs; /* [num_runs] ascending; rows of no run have no adapter */
-    int64_t rank_width;     /* floats of a row between the products of an adapter's parts of one projection, at most */
+    int64_t rank_width;     /* numbers of a row between the products of an adapter for one projection, at most */
 } Step;
 
 #endif

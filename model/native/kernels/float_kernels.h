@@ -1,0 +1,136 @@
+/* Sums of a few rows times a few panels, in registers: what products and what adapters add to them share. */
+#ifndef TRIPTYCH_FLOAT_KERNELS_H
+#define TRIPTYCH_FLOAT_KERNELS_H
+
+#include "matrix.h"
+
+#ifdef __AVX512F__
+#define KERNEL_PANELS 3 /* 8 x 3 accumulators of the 32 registers */
+#define KERNEL_ROWS 8
+#else
+#define KERNEL_PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
+#define KERNEL_ROWS 6
+#endif
+#define CACHE_LINE 64         /* bytes; also what a step in k takes of a panel */
+#define PREFETCH_BYTES (32 * CACHE_LINE)
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOT 1
+#else
+#define HAS_BF16_DOT 0
+#endif
+
+/* Sums of `rows` rows times `vecs` registers' worth of outputs. */
+typedef vec Accumulators[KERNEL_ROWS][KERNEL_PANELS * PANEL_VECS];
+
+/* How far register j's weights are from the first's, in elements: panels are `panel` elements apart, and `step`
+ * elements of each output lie together. */
+INLINE int64_t weight_offset(int j, int64_t panel, int step) {
+    return j / PANEL_VECS * panel + j % PANEL_VECS * LANES * step;
+}
+
+#define MOST_AHEAD 32 /* pieces that a kernel asks for */
+
+/* Pieces of memory that are read soon. A kernel asks for some lines of them with each line of its own weights. */
+typedef struct {
+    struct {
+        const char *at, *end;
+    } pieces[MOST_AHEAD];
+    int count, lines;
+} Ahead;
+
+/* Where a kernel's weights lie, in bytes, and what else it asks memory for. */
+typedef struct {
+    const char *end;     /* of what is read of the first panel */
+    int64_t panel_bytes; /* from one panel to the next */
+    int cold;            /* whether the weights may be in no cache yet */
+    const Ahead *ahead;  /* of weights that are in a cache; null: nothing */
+    const char *at, *piece_end;
+    int next; /* piece */
+} WeightStream;
+
+/* Ask memory for what is read soon. */
+INLINE void prefetch_ahead(WeightStream *stream) {
+    if (!stream->ahead) return;
+    for (int i = 0; i < stream->ahead->lines; i++, stream->at += CACHE_LINE) {
+        if (stream->at >= stream->piece_end) {
+            if (stream->next == stream->ahead->count) {
+                stream->ahead = NULL;
+                return;
+            }
+            stream->at = stream->ahead->pieces[stream->next].at;
+            stream->piece_end = stream->ahead->pieces[stream->next++].end;
+        }
+        __builtin_prefetch(stream->at, 0, 2);
+    }
+}
+
+/* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those
+ * of the panels that follow. They are kept in caches: the third may hold all weights until the next step. */
+INLINE void prefetch_weights(int panels, const void *weights, WeightStream *stream) {
+    if (!stream->cold) {
+        prefetch_ahead(stream);
+        return;
+    }
+    const char *line = (const char *)weights + PREFETCH_BYTES;
+    if (line >= stream->end) line += (panels - 1) * stream->panel_bytes;
+#pragma GCC unroll 4
+    for (int j = 0; j < panels; j++, line += stream->panel_bytes) __builtin_prefetch(line, 0, 3);
+}
+
+/* kernel_f32, kernel_bf16, and kernel_int8 of gemm.c: add the products of rows a and weights b over k in [0, count) to `acc`.
+ * `rows` and `vecs` are constants, so that loops over them unroll completely; panels are `panel` elements apart. */
+INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b, int64_t panel, int64_t count,
+                      WeightStream *stream, Accumulators acc) {
+    for (int64_t k = 0; k < count; k++, b += PANEL_WIDTH) {
+        prefetch_weights(vecs / PANEL_VECS, b, stream);
+        vec w[KERNEL_PANELS * PANEL_VECS];
+#pragma GCC unroll 4
+        for (int j = 0; j < vecs; j++) w[j] = load(b + weight_offset(j, panel, 1));
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            vec x = splat(a[i][k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < vecs; j++) acc[i][j] = fma_vec(x, w[j], acc[i][j]);
+        }
+    }
+}
+
+#if HAS_BF16_DOT
+/* sums + the dot product of each pair of w's bf16 with the pair in x. */
+INLINE vec dot_bf16(vec sums, uvec w, int32_t x) {
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+#else
+    return (vec)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)vdupq_n_s32(x), (bfloat16x8_t)w);
+#endif
+}
+#endif
+
+INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
+                      WeightStream *stream, Accumulators acc) {
+    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL_WIDTH) {
+        prefetch_weights(vecs / PANEL_VECS, b, stream);
+        uvec w[KERNEL_PANELS * PANEL_VECS];
+#pragma GCC unroll 4
+        for (int j = 0; j < vecs; j++) memcpy(w + j, b + weight_offset(j, panel, 2), sizeof *w);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+#if HAS_BF16_DOT
+            int32_t pair;
+            memcpy(&pair, (const bf16 *)a[i] + k, 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < vecs; j++) acc[i][j] = dot_bf16(acc[i][j], w[j], pair);
+#else
+            const float *row = a[i];
+#pragma GCC unroll 4
+            for (int j = 0; j < vecs; j++) {
+                acc[i][j] = fma_vec(splat(row[k]), (vec)(w[j] << 16), acc[i][j]);
+                if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), (vec)(w[j] & 0xffff0000u), acc[i][j]);
+            }
+#endif
+        }
+    }
+}
+
+#endif
