@@ -44,13 +44,19 @@ def answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]
         return {"error": "memory", "message": "decoding the image takes too much memory"}, b""
 
 
+def _memory(request: dict[str, Any]) -> int:
+    """Return the bytes that a process for one file may have, after it has been given its priority."""
+    if request:  # not the trial that only confines itself
+        os.nice(_NICENESS)
+    return _MEMORY
+
+
 def main() -> None:
     """Answer requests until the other side closes."""
-    os.nice(_NICENESS)
     Image.init()  # now, because no file can be opened later
     for module in ("ExifTags", "ImageCms", "ImageOps", "ImagePalette", "ImageSequence"):
         importlib.import_module(f"PIL.{module}")
-    worker_main.serve_forking(answer, lambda _: _MEMORY)
+    worker_main.serve_forking(answer, _memory)
 
 
 if __name__ == "__main__":

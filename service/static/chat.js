@@ -40,9 +40,11 @@ function toolsOf(text) {
 
 function send() {
   const text = $("message").value;
-  if (answering || !text.trim()) return;
-  conversation().push({ role: "user", content: text });
+  if (answering || !(text.trim() || attached.length)) return;
+  conversation().push({ role: "user", content: contentOf(text) });
   $("message").value = "";
+  attached = [];
+  drawAttached();
   drawTurns();
   answer();
 }
@@ -117,11 +119,12 @@ const ROLES = { user: "You", assistant: "Model", tool: "Result", system: "Instru
 
 /** Return the elements of a turn, empty for one that is being written. */
 function turnView(message, at) {
-  const said = make("div", { className: "said" }, message.content ?? "");
+  const said = make("div", { className: "said" }, textOf(message.content));
   const thought = make("div", { className: "thought" }, message.reasoning_content ?? "");
   const folded = make("details", { hidden: !message.reasoning_content }, make("summary", {}, "Reasoning"), thought);
   const calls = make("div", {}, ...(message.tool_calls ?? []).map((one) => callView(one)));
-  const root = make("article", { className: "turn" }, make("h2", {}, ROLES[message.role]), folded, said, calls);
+  const root = make("article", { className: "turn" }, make("h2", {}, ROLES[message.role]), folded, picturesView(message.content), said, calls);
+  said.hidden = message.role === "user" && !said.textContent;
   root.dataset.role = message.role;
   root.dataset.at = at;
   return { root, said, thought, folded, calls };
@@ -137,7 +140,7 @@ function drawTurns() {
   const turns = conversation();
   const views = turns.map(turnView);
   views.forEach(({ root }, at) => {
-    const { role, content } = turns[at];
+    const role = turns[at].role, content = textOf(turns[at].content);
     const acts = [content && role !== "tool" && copyButton(() => content)];
     if (at === turns.length - 1 && role === "assistant") acts.push(actButton("Regenerate", regenerate));
     root.append(make("div", { className: "acts" }, ...acts.filter(Boolean)));
@@ -222,13 +225,15 @@ function refreshChat() {
   const text = $("message").value || model.capabilities.find((one) => one.name === "chat").body.messages[0].content;
   const turns = sentMessages();
   const waits = turns.at(-1)?.role === "user" || turns.at(-1)?.role === "tool";
-  $("chat-curl").textContent = curlOf(chatBody(waits ? turns : [...turns, { role: "user", content: text }]), "v1/chat/completions");
+  const body = chatBody(waits ? turns : [...turns, { role: "user", content: contentOf(text) }]);
+  $("chat-curl").textContent = withFiles(curlOf(body, "v1/chat/completions"));
 }
 
 function openChat() {
   const own = model.sampling_defaults;
   for (const field of $("chat-controls").querySelectorAll("input[type=text]")) field.placeholder = String(own[field.name] ?? field.dataset.usual);
   $("with-tools").hidden = !model.chat?.tools;
+  openPictures();
   const { temperature, messages: [{ content: example }] } = model.capabilities.find((one) => one.name === "chat").body;
   const field = $("chat").elements.namedItem("temperature");
   if (!field.value && temperature !== undefined) field.value = temperature;
@@ -237,6 +242,7 @@ function openChat() {
 }
 
 function listenToChat() {
+  listenToPictures();
   $("chat").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("chat").addEventListener("input", refreshChat);
   $("chat-stop").addEventListener("click", () => answering?.abort());

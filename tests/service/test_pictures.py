@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anthropic
 import httpx2
@@ -16,12 +17,15 @@ import openai
 import pytest
 import torch
 from PIL import Image
+from starlette.applications import Starlette
 
 from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
 from tests.model.picture_models import QWEN, random_model, write_processor
 from tests.model.test_images import file, picture
+from tests.service.browser import CHROMEDRIVER, CHROMIUM, chromium, eventually
 from tests.service.encode_models import Client, client_of
+from tests.service.support import App, live
 from tests.service.test_bad_requests import check_error
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -91,17 +95,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[Client]:
+def app_of(folder: Path) -> Starlette:
+    """Return the application over a model that reads pictures, and another one."""
     config = EngineConfig(kv_cache_memory=8 << 20, device="cpu", dtype="float32")
     paths = {"seeing": folder, "blind": saved("gpt2").path}
     specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
     served = [read_model(one) for one in specs]
     tokenizers = {one.name: one.tokenizer for one in served}
-    with client_of(
-        create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Models(served), ServiceSettings())
-    ) as it:
-        yield it
+    return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Models(served), ServiceSettings())
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    with client_of(app_of(folder)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +312,42 @@ def test_addresses_in_anthropics_form_are_refused(client: Client) -> None:
     block = {"type": "image", "source": {"type": "url", "url": URL}}
     reply = client.post("/v1/messages", **ASKED, messages=[{"role": "user", "content": [block]}])
     assert reply.status_code == 400 and "source.url is not supported" in reply.json()["error"]["message"]
+
+
+_GIVEN = """const text = atob(arguments[0]), given = new DataTransfer();
+given.items.add(new File([Uint8Array.from(text, (one) => one.charCodeAt(0))], "a.png", {type: "image/png"}));
+const on = document.getElementById("message"), kind = arguments[1], at = {bubbles: true, cancelable: true};
+on.dispatchEvent(kind === "drop" ? new DragEvent("drop", {dataTransfer: given, ...at})
+  : new ClipboardEvent("paste", {clipboardData: given, ...at}));"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason="needs chromium and chromedriver")
+def test_the_playground_takes_pictures(folder: Path, tmp_path: Path, answer: tuple[int, str]) -> None:
+    app = app_of(folder)
+    (tmp_path / "one.jpg").write_bytes(FILES[1])
+    shown = "return document.querySelectorAll('{} img').length"
+    (tmp_path / "profile").mkdir()
+    served = cast(App, SimpleNamespace(app=app, service=app.state.service))
+    with live(served) as url, chromium(tmp_path / "profile") as browser:
+        browser.open(url)
+        eventually(lambda: browser.text(".model b"))
+        assert browser.run("return document.getElementById('picture').checkVisibility()")
+        browser.run(_GIVEN, coded(FILES[0]), "paste")
+        eventually(lambda: browser.run(shown.format("#attached")) == 1)
+        browser.run(_GIVEN, coded(FILES[0]), "drop")
+        eventually(lambda: browser.run(shown.format("#attached")) == 2)
+        browser.press("#picture", str(tmp_path / "one.jpg"))
+        eventually(lambda: browser.run(shown.format("#attached")) == 3)
+        browser.click("#attached figure:first-child button")
+        assert browser.run(shown.format("#attached")) == 2
+        assert '"$(base64 -w0 picture1.png)"' in browser.text("#chat-curl")
+        browser.type("#chat [name=max_tokens]", "4")
+        browser.type("#message", "What?")
+        browser.click("#send")
+        eventually(lambda: browser.text("#chat-facts") or browser.text("#error"))
+        assert browser.text("#chat-facts").startswith("length"), browser.text("#error")
+        assert browser.run(shown.format("#turns")) == 2 and browser.run(shown.format("#attached")) == 0
+        assert browser.console() == []
+        browser.run("document.querySelector('input[value=blind]').click()")
+        eventually(lambda: not browser.run("return document.getElementById('picture').checkVisibility()"))
