@@ -37,9 +37,12 @@ class Server:
     extra: str = "{}"  # fields of a completion, with which its events say how many tokens they have
 
 
-def _triptych(name: str, folder: Path) -> Site:
-    options = ("--runtime", "local", "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES))
-    return Site([f"{name}={folder}", *options], start_s=_START_S, every_core=True)
+def _triptych(*runtime: str) -> Callable[[str, Path], Site]:
+    def start(name: str, folder: Path) -> Site:
+        options = (*runtime, "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES))
+        return Site([f"{name}={folder}", *options], start_s=_START_S, every_core=True)
+
+    return start
 
 
 def _vllm(name: str, folder: Path) -> Site:
@@ -124,7 +127,12 @@ def _own_version() -> str:
 
 
 SERVERS = {
-    "triptych": Server(_triptych, _own_version),
+    "triptych": Server(_triptych("--runtime", "local"), _own_version),
+    "replicas-1": Server(_triptych("--runtime", "ray"), _own_version),
+    "replicas-2": Server(_triptych("--runtime", "ray", "--replicas", "2"), _own_version),
+    "replicas-2-unbound": Server(
+        _triptych("--runtime", "ray", "--replicas", "2", "--cpu-binding", "off"), _own_version
+    ),
     "vllm": Server(_vllm, lambda: made("vllm").name, '{"return_token_ids": true}'),
     "llama.cpp": Server(_llama_cpp(), lambda: made("llama.cpp").name),
     "llama.cpp-plain": Server(_llama_cpp("--no-repack"), lambda: made("llama.cpp").name),  # weights as they are stored

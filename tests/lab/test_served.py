@@ -32,6 +32,7 @@ def test_the_table_has_medians_and_ratios(capsys: pytest.CaptureFixture[str]) ->
     assert lines == [
         "triptych vllm",
         "D2 x16, tokens 100 tokens/s 50 tokens/s (2.00x)",
+        "D2 x16, late - -",
         "D2 x64, tokens - 40 tokens/s",
         "D2 x64, between - -",
     ]

@@ -280,6 +280,38 @@ def test_a_long_context_has_the_same_bits_however_it_is_divided(
             assert torch.equal(attended(library, case, given, slice(*part)), whole[slice(*part)])
 
 
+@pytest.mark.parametrize(
+    ("changes", "bad"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"segments": ((1, 1100), (1, 257), (1, 60)), "int8": True, "window": 400}, False),
+        ({"segments": ((1, 900), (3, 300), (1, 512)), "heads": 3, "kv_heads": 3, "dim": 128, "softcap": 1.5}, False),
+        ({"heads": 40, "kv_heads": 1, "dim": 80, "block_size": 5, "slopes": True}, True),
+        ({"segments": ((1, 700), (1, 530)), "causal": False, "writes": False}, False),
+    ],
+    ids=str,
+)
+def test_keys_of_one_row_that_threads_divide_give_the_same_bits(changes: dict[str, Any], bad: bool) -> None:
+    case = long_case(**{"segments": ((1, 1300),), **changes})
+    given = problem(case, CPU, solved=False)
+    assert given.metadata.block_tables is not None and given.cache is not None
+    if bad:  # rows of products are added one by one
+        given.cache.values[given.metadata.block_tables[0, 270 // case.block_size], :3] = float("inf")
+    threads = torch.get_num_threads()
+    try:
+        for library in attending():
+            torch.set_num_threads(1)
+            alone = attended(library, case, given)
+            for count in (3, 16):
+                torch.set_num_threads(count)
+                divided = attended(library, case, given)
+                assert torch.equal(divided.nan_to_num(7.0), alone.nan_to_num(7.0))
+            assert alone.isfinite().all() != bad
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("heads", [3, 24])  # with 3 key heads: at most 16 rows are computed together, or 2
 def test_rows_that_see_the_same_keys_have_the_bits_that_they_have_alone(heads: int) -> None:
     """Beams that read one source have such tables, which are copies of each other."""

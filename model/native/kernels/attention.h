@@ -89,10 +89,18 @@ typedef struct {
 
 /* Raise `longest` to what `segments` has. */
 void find_longest(const Segments *segments, LongestSegments *longest);
+/* The most bytes in which threads keep what they add to single rows whose keys they divide. A planned step has segments
+ * without rows, whose longest has `planned` keys. */
+int64_t divided_keys_bytes(const AttentionShape *shape, const Segments *segments, int64_t planned, int64_t threads);
+/* Whether threads divide the keys of some row: then add_divided_keys follows paged_attention and a barrier. */
+int divides_keys(const Attention *attention, int threads);
 /* Bytes of scratch, aligned to SCRATCH_ALIGNMENT, that each thread of paged_attention needs. */
 int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments longest);
-/* Compute thread `thread`'s part (of `threads`) of an attention over pages or rows. */
-void paged_attention(const Attention *attention, int thread, int threads, void *scratch);
+/* Compute thread `thread`'s part (of `threads`) of an attention over pages or rows. All threads give the same `kept`, of
+ * divided_keys_bytes. */
+void paged_attention(const Attention *attention, int thread, int threads, void *scratch, float *kept);
+/* Compute thread `thread`'s part of the rows whose keys were divided. */
+void add_divided_keys(const Attention *attention, int thread, int threads, void *scratch, const float *kept);
 /* Bytes of scratch that each thread of encoder_attention needs for segments of at most `longest` keys, `relative`: with
  * relative positions. */
 int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest, int relative);

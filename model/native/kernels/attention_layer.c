@@ -112,6 +112,16 @@ static void gate_attended(const StackContext *t, const AttentionLayer *layer, in
     wait_for_threads(&t->team);
 }
 
+/* Compute an attention over pages or rows. Ends at a barrier. */
+static void attend_pages(const StackContext *t, const Attention *attention) {
+    const ThreadContext *team = &t->team;
+    paged_attention(attention, team->thread, team->threads, team->scratch, t->kept);
+    wait_for_threads(team);
+    if (!divides_keys(attention, team->threads)) return;
+    add_divided_keys(attention, team->thread, team->threads, team->scratch, t->kept);
+    wait_for_threads(team);
+}
+
 void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Step *step = t->step;
     const AttentionShape *a = &layer->shape;
@@ -129,8 +139,7 @@ void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t 
     attention.bias = score_bias_of(layer, step);
     attention.form = attention_form(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
-    paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
-    wait_for_threads(&t->team);
+    attend_pages(t, &attention);
     if (layer->output_gate) gate_attended(t, layer, width);
     finish_attention(t, layer, number, ATTENTION_OUTPUT);
 }
@@ -152,7 +161,6 @@ void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t
     attention.pages = step->pages + number, attention.bias = score_bias_of(layer, step);
     attention.form = attention_form(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
-    paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
-    wait_for_threads(&t->team);
+    attend_pages(t, &attention);
     finish_attention(t, layer, number, CROSS_OUTPUT);
 }

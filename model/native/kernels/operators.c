@@ -50,7 +50,8 @@ static int64_t attention_bytes(const AttentionShape *shape, const Segments *segm
 
 /* Bytes of scratch memory that run_attention needs. */
 EXPORTED int64_t attention_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads) {
-    return threads * attention_bytes(shape, segments) + SCRATCH_ALIGNMENT;
+    return threads * attention_bytes(shape, segments) + divided_keys_bytes(shape, segments, 0, threads) +
+           SCRATCH_ALIGNMENT;
 }
 
 /* Compute an attention, whose segments' slots, if it has any, get the `rows` keys and values [rows][kv_heads][dim]
@@ -64,8 +65,14 @@ EXPORTED void run_attention(const Attention *attention, const float *keys, const
         for (int64_t row = 0; row < rows; row++)
             write_kv(shape, attention->pages, slots[row], keys + row * kv, values + row * kv);
     memory = scratch_aligned(memory);
+    float *kept = (float *)(memory + threads * bytes);
 #pragma omp parallel num_threads((int)threads)
-    paged_attention(attention, omp_get_thread_num(), omp_get_num_threads(), memory + omp_get_thread_num() * bytes);
+    {
+        int thread = omp_get_thread_num(), all = omp_get_num_threads();
+        paged_attention(attention, thread, all, memory + thread * bytes, kept);
+#pragma omp barrier
+        if (divides_keys(attention, all)) add_divided_keys(attention, thread, all, memory + thread * bytes, kept);
+    }
 }
 
 /* Write rows [2][kv_heads][dim], keys before values, into these slots of pages. */

@@ -392,17 +392,89 @@ INLINE int64_t alike_segments(const KeySource *s, const Attention *in) {
     return count;
 }
 
+#define MOST_KEPT_BYTES (32 << 20) /* of all rows whose keys are divided; others are computed as without */
+
+/* Whether few rows have too few heads for all threads to have equal parts. */
+INLINE int is_uneven(const AttentionShape *a, const Segments *g, int64_t threads) {
+    int64_t tasks = g->segments * a->kv_heads;
+    return HAS_TILED_ATTENTION && threads > 1 && tasks < 4 * threads && tasks % threads;
+}
+
+/* The units of the source's segment that threads divide, where those before it have `used`; 0: they do not. */
+INLINE int64_t divided_units(const KeySource *s, const Attention *in, int64_t used) {
+    const int64_t *starts = s->segments->q_starts + s->segment;
+    int64_t from, to;
+    if (starts[1] - starts[0] != 1 || first_tiled_row(s, in, 1) || alike_segments(s, in) > 1) return 0;
+    visible_keys(s, first_position(s), &from, &to);
+    int64_t units = units_of(s->shape, from, to), bytes = unit_floats(s->shape) * (int64_t)sizeof(float);
+    return (used + units) * bytes <= MOST_KEPT_BYTES ? units : 0;
+}
+
+INLINE KeySource key_source(const Attention *in) {
+    const Segments *g = in->segments;
+    return (KeySource){in->shape, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
+}
+
+/* The units of all segments. */
+static int64_t all_units(const Attention *in, int threads) {
+    KeySource s = key_source(in);
+    int64_t units = 0;
+    if (!is_uneven(in->shape, in->segments, threads)) return 0;
+    for (; s.segment < in->segments->segments; s.segment += alike_segments(&s, in)) units += divided_units(&s, in, units);
+    return units;
+}
+
+int divides_keys(const Attention *in, int threads) { return all_units(in, threads) > 0; }
+
+int64_t divided_keys_bytes(const AttentionShape *shape, const Segments *segments, int64_t planned, int64_t threads) {
+    int64_t units = 0;
+    if (planned && HAS_TILED_ATTENTION && shape->kv_heads % threads)
+        units = units_of(shape, 0, planned) * ((4 * threads + shape->kv_heads - 1) / shape->kv_heads);
+    else if (is_uneven(shape, segments, threads))
+        for (int64_t i = 0; i < segments->segments; i++)
+            if (segments->q_starts[i + 1] - segments->q_starts[i] == 1)
+                units += units_of(shape, 0, segments->kv_lens[i]);
+    return min_i64(MOST_KEPT_BYTES, units * unit_floats(shape) * (int64_t)sizeof(float));
+}
+
+/* Compute a thread's part of the units. */
+static void attend_divided_keys(const Attention *in, int thread, int threads, float *kept, Scratch scratch) {
+    KeySource s = key_source(in);
+    int64_t all = all_units(in, threads), first = all * thread / threads, last = all * (thread + 1) / threads, used = 0;
+    for (; s.segment < in->segments->segments && used < last; s.segment += alike_segments(&s, in)) {
+        int64_t units = divided_units(&s, in, used), begin = max_i64(first - used, 0), end = min_i64(last - used, units);
+        if (begin < end) attend_units(&s, in, begin, end, kept + used * unit_floats(in->shape), scratch);
+        used += units;
+    }
+}
+
+void add_divided_keys(const Attention *in, int thread, int threads, void *scratch, const float *kept) {
+    KeySource s = key_source(in);
+    int64_t used = 0, task = 0;
+    for (; s.segment < in->segments->segments; s.segment += alike_segments(&s, in)) {
+        int64_t units = divided_units(&s, in, used);
+        for (int64_t head = 0; units && head < in->shape->kv_heads; head++, task++)
+            if (task % threads == thread)
+                add_units(&s, in, head, kept + used * unit_floats(in->shape), (Scratch){.base = scratch});
+        used += units;
+    }
+}
+
 /* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one
  * thread. */
-INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
+INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch,
+                            int divides) {
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;
-    KeySource s = {a, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
-    int64_t alike, groups = 0, task = 0;
+    KeySource s = key_source(in);
+    int64_t alike, groups = 0, task = 0, used = 0;
     for (s.segment = 0; s.segment < g->segments; s.segment += alike_segments(&s, in)) groups++;
     int64_t pieces = groups >= 4 * threads ? 1 : min_i64(threads, a->kv_heads);
     for (s.segment = 0; s.segment < g->segments; s.segment += alike) {
         alike = alike_segments(&s, in);
+        int64_t units = divides ? divided_units(&s, in, used) : 0;
+        used += units;
+        if (units) continue;
         int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
         int64_t tiled = first_tiled_row(&s, in, rows), step = tiled_rows(a, rows - tiled, threads);
         for (int64_t piece = 0; rows == 1 && piece < pieces; piece++, task++) {
@@ -427,22 +499,24 @@ INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thre
 
 /* A copy of that for each kind of pages and for the widths of a head that are worth one. */
 #define DEFINE_ATTEND(name, kind)                                                                                      \
-    static void name(const Attention *in, int thread, int threads, Scratch scratch) {                                  \
+    static void name(const Attention *in, int thread, int threads, Scratch scratch, int divides) {                     \
         if (in->shape->dim == 64)                                                                                      \
-            attend_segments(kind, 64, in, thread, threads, scratch);                                                   \
+            attend_segments(kind, 64, in, thread, threads, scratch, divides);                                          \
         else if (in->shape->dim == 128)                                                                                \
-            attend_segments(kind, 128, in, thread, threads, scratch);                                                  \
+            attend_segments(kind, 128, in, thread, threads, scratch, divides);                                         \
         else                                                                                                           \
-            attend_segments(kind, in->shape->dim, in, thread, threads, scratch);                                       \
+            attend_segments(kind, in->shape->dim, in, thread, threads, scratch, divides);                              \
     }
 DEFINE_ATTEND(attend_f32, F32)
 DEFINE_ATTEND(attend_bf16, BF16)
 DEFINE_ATTEND(attend_int8, INT8)
 
-void paged_attention(const Attention *in, int thread, int threads, void *scratch) {
+void paged_attention(const Attention *in, int thread, int threads, void *scratch, float *kept) {
     int64_t kind = in->pages->kind;
     Scratch own = {.base = scratch};
-    (kind == F32 ? attend_f32 : kind == BF16 ? attend_bf16 : attend_int8)(in, thread, threads, own);
+    int divides = divides_keys(in, threads);
+    if (divides) attend_divided_keys(in, thread, threads, kept, own);
+    (kind == F32 ? attend_f32 : kind == BF16 ? attend_bf16 : attend_int8)(in, thread, threads, own, divides);
 }
 
 /* Write one row of keys or of values. */

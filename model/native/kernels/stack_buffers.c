@@ -14,6 +14,21 @@ int64_t longest_keys(const Step *step) {
     return max_i64(longest.decode, longest.prefill);
 }
 
+/* Bytes in which threads keep what they add to rows whose keys they divide. */
+static int64_t kept_bytes(const Stack *stack, const Step *step, int64_t threads) {
+    int64_t bytes = 0;
+    for (int64_t number = 0; number < stack->num_layers && stack->dtype == BF16; number++) {
+        const Layer *layer = stack->layers[number];
+        const AttentionLayer *attentions[] = {&layer->self, layer->has_cross ? &layer->cross : &layer->self};
+        for (int i = layer->delta || is_bidirectional(layer, step); i < 1 + (layer->has_cross != 0); i++) {
+            const AttentionLayer *one = attentions[i];
+            const Segments *segments = step->segments + one->segments;
+            bytes = max_i64(bytes, divided_keys_bytes(&one->shape, segments, step->planned_keys, threads));
+        }
+    }
+    return bytes;
+}
+
 /* Bytes of scratch that a thread needs for the step's attentions. */
 static int64_t attention_scratch(const Stack *stack, const Step *step) {
     int64_t bytes = 0;
@@ -101,6 +116,7 @@ void take_stack_buffers(Scratch *scratch, const Stack *stack, const Step *step, 
     t->sublayer = scratch_take(scratch, sizes.sublayer ? hidden : 0);
     t->qkv = scratch_take(scratch, rows * sizes.qkv * number);
     t->attended = scratch_take(scratch, rows * sizes.attended * number);
+    t->kept = scratch_take(scratch, kept_bytes(stack, step, team->threads));
     t->inner = scratch_take(scratch, chunk * sizes.inner_bytes);
     t->delta.mixed = t->qkv, t->delta.outputs = t->attended;
     take_delta_buffers(scratch, &sizes.delta, stack->hidden, rows, &t->delta);

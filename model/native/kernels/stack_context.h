@@ -21,6 +21,7 @@ typedef struct {
     float *sublayer;   /* [rows][hidden]: what a sublayer gives before its output norm */
     float *qkv;        /* [rows][(heads + 2 kv_heads) dim], or more with gates; what a recurrence mixes */
     float *attended;   /* [rows][heads dim] */
+    float *kept;       /* what attention over divided keys keeps */
     DeltaBuffers delta;
     float *inner;      /* [chunk][inner]: between an MLP's products */
     ExpertBuffers experts;

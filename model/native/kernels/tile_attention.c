@@ -142,6 +142,16 @@ INLINE void add_block_row(const TiledQueries *t, const BlockTile *tile, int64_t 
     store(totals, fma_vec(load(totals), splat(keep), load(tile->totals[r]) * add));
 }
 
+/* Keep the block's sums for later; `only`: of this one row, -1 of all. */
+static void keep_block(const TiledQueries *t, const BlockTile *tile, int64_t only) {
+    for (int64_t r = only < 0 ? 0 : only; r < (only < 0 ? tile->rows : only + 1); r++) {
+        float *to = t->kept + (tile->first + r) * kept_floats(t->source->shape);
+        memcpy(to, t->block_sums + r * t->width, t->width * sizeof *to);
+        memcpy(to + t->width, tile->totals[r], LANES * sizeof *to);
+        to[t->width + LANES] = tile->tops[r];
+    }
+}
+
 /* Add the block's sums to those of the tile's queries; `only`: of this one row, -1 of all. */
 static void add_block(const TiledQueries *t, const BlockTile *tile, int64_t only) {
     float keep[PAIR_ROWS], add[PAIR_ROWS], *tops = t->tops + tile->first;
@@ -165,7 +175,7 @@ static void add_each_row(int kind, const TiledQueries *t, const BlockTile *tile)
         memset(t->values, 0, BLOCK_KEYS * t->width * sizeof *t->values);
         pack_values(kind, t->source->shape->dim, t, tile->from[r], tile->to[r]);
         sum_values(t, tile);
-        add_block(t, tile, r);
+        (t->kept ? keep_block : add_block)(t, tile, r);
     }
     pack_values(kind, t->source->shape->dim, t, t->from - t->begin, t->to - t->begin);
 }
@@ -197,7 +207,7 @@ INLINE void attend_block(int kind, int64_t dim, TiledQueries *t) {
         for (int64_t r = 0; r < tile.rows; r++) weigh_row(kind == INT8, t, &tile, r);
         if (t->finite) {
             sum_values(t, &tile);
-            add_block(t, &tile, -1);
+            (t->kept ? keep_block : add_block)(t, &tile, -1);
         } else {
             add_each_row(kind, t, &tile);
         }
@@ -255,21 +265,25 @@ static void locate_rows(TiledQueries *t, int64_t last) {
     }
 }
 
-/* Attend with the queries of `heads` key heads, which see keys [from, to), block by block: what lies together is
- * read together. */
-INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t heads, int64_t from, int64_t to) {
+/* Attend with the queries of `heads` key heads, which see keys [from, to): units [first, last), block by block, as what
+ * lies together is read together. What they add is kept at `kept` + unit * unit_floats, or added at once. */
+INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t heads, int64_t from, int64_t to,
+                          int64_t first, int64_t last, float *kept) {
 #if HAS_TILES
     int64_t count = all->count, rest = count - TILE_ROWS;
     if (all->in_tiles)
         tiles_begin(shapes_of((int)min_i64(count, TILE_ROWS), rest > 0 && rest < TILE_ROWS ? (int)rest : TILE_ROWS));
 #endif
-    for (int64_t begin = from / BLOCK_KEYS * BLOCK_KEYS; begin < to; begin += BLOCK_KEYS)
-        for (TiledQueries *t = all; t < all + heads; t++) {
-            t->begin = begin, t->from = max_i64(from, begin), t->to = min_i64(to, begin + BLOCK_KEYS);
-            t->located = all->located;
-            if (t == all) locate_rows(t, to);
-            attend_block(kind, dim, t);
-        }
+    for (int64_t unit = first, located = 0; unit < last; unit++) {
+        TiledQueries *t = all + unit % heads;
+        t->begin = (from / BLOCK_KEYS + unit / heads) * BLOCK_KEYS;
+        t->from = max_i64(from, t->begin), t->to = min_i64(to, t->begin + BLOCK_KEYS);
+        t->located = located;
+        if (t == all || unit == first) locate_rows(t, to);
+        located = t->located;
+        t->kept = kept ? kept + unit * unit_floats(t->source->shape) : NULL;
+        attend_block(kind, dim, t);
+    }
 #if HAS_TILES
     if (all->in_tiles) tiles_end();
 #endif
@@ -277,36 +291,74 @@ INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t head
 
 /* A copy of that for each kind of pages and for the widths of a head that are worth one. */
 #define DEFINE_ATTEND(name, kind)                                                                                      \
-    static void name(TiledQueries *all, int64_t heads, int64_t from, int64_t to) {                                     \
+    static void name(TiledQueries *all, int64_t heads, int64_t from, int64_t to, int64_t first, int64_t last,          \
+                     float *kept) {                                                                                    \
         int64_t dim = all->source->shape->dim;                                                                         \
-        if (dim == 64) attend_blocks(kind, 64, all, heads, from, to);                                                  \
-        else if (dim == 128) attend_blocks(kind, 128, all, heads, from, to);                                           \
-        else attend_blocks(kind, dim, all, heads, from, to);                                                           \
+        if (dim == 64) attend_blocks(kind, 64, all, heads, from, to, first, last, kept);                               \
+        else if (dim == 128) attend_blocks(kind, 128, all, heads, from, to, first, last, kept);                        \
+        else attend_blocks(kind, dim, all, heads, from, to, first, last, kept);                                        \
     }
 DEFINE_ATTEND(attend_bf16, BF16)
 DEFINE_ATTEND(attend_int8, INT8)
 
-void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch) {
+/* The queries of these rows, by key head, without any key yet. */
+static TiledQueries *begin_queries(const KeySource *source, const Attention *in, TiledRows rows, Scratch *scratch) {
     const AttentionShape *a = source->shape;
     int64_t row = source->segments->q_starts[source->segment] + rows.first, heads = rows.last_head - rows.first_head;
-    TiledQueries *all = scratch_take(&scratch, heads * sizeof *all), block;
-    int64_t position = first_position(source) + rows.first, from, to, unused;
-    take_block(&scratch, a, &block);
+    TiledQueries *all = scratch_take(scratch, heads * sizeof *all), block = {0};
+    take_block(scratch, a, &block);
     for (int64_t i = 0; i < heads; i++) {
         TiledQueries *t = all + i;
         *t = block;
-        t->source = source, t->per = query_count(a, 1), t->kv_head = rows.first_head + i, t->position = position;
-        take_queries(&scratch, query_count(a, rows.last - rows.first), in->form == ATTEND_IN_TILES, t);
+        t->source = source, t->per = query_count(a, 1), t->kv_head = rows.first_head + i;
+        t->position = first_position(source) + rows.first;
+        take_queries(scratch, query_count(a, rows.last - rows.first), in->form == ATTEND_IN_TILES, t);
         pack_queries((int)source->pages->kind, t, in->queries + row * in->query_stride, in->query_stride);
         memset(t->sums, 0, t->count * t->width * sizeof *t->sums);
         memset(t->totals, 0, t->count * LANES * sizeof *t->totals);
         for (int64_t j = 0; j < round_up(t->count, PAIR_ROWS); j++) t->tops[j] = -__builtin_inff();
     }
+    return all;
+}
+
+void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch) {
+    const AttentionShape *a = source->shape;
+    int64_t row = source->segments->q_starts[source->segment] + rows.first, heads = rows.last_head - rows.first_head;
+    int64_t position = first_position(source) + rows.first, from, to, unused;
+    TiledQueries *all = begin_queries(source, in, rows, &scratch);
     visible_keys(source, position, &from, &unused);
     visible_keys(source, position + rows.last - rows.first - 1, &unused, &to);
-    if (source->pages->kind == BF16) attend_bf16(all, heads, from, to);
-    else attend_int8(all, heads, from, to);
+    int64_t units = units_of(a, from, to) / a->kv_heads * heads;
+    (source->pages->kind == BF16 ? attend_bf16 : attend_int8)(all, heads, from, to, 0, units, NULL);
     for (int64_t i = 0; i < heads; i++) write_rows((int)source->pages->kind, all + i, in->out + row * a->heads * a->dim);
+}
+
+void attend_units(const KeySource *source, const Attention *in, int64_t first, int64_t last, float *kept,
+                  Scratch scratch) {
+    int64_t heads = source->shape->kv_heads, from, to;
+    TiledQueries *all = begin_queries(source, in, (TiledRows){0, 1, 0, heads}, &scratch);
+    visible_keys(source, first_position(source), &from, &to);
+    (source->pages->kind == BF16 ? attend_bf16 : attend_int8)(all, heads, from, to, first, last, kept);
+}
+
+void add_units(const KeySource *source, const Attention *in, int64_t kv_head, const float *kept, Scratch scratch) {
+    const AttentionShape *a = source->shape;
+    int64_t row = source->segments->q_starts[source->segment], from, to;
+    TiledQueries *t = begin_queries(source, in, (TiledRows){0, 1, kv_head, kv_head + 1}, &scratch);
+    visible_keys(source, first_position(source), &from, &to);
+    for (int64_t unit = kv_head; unit < units_of(a, from, to); unit += a->kv_heads)
+        for (int64_t first = 0; first < t->count; first += PAIR_ROWS) {
+            BlockTile tile = {.first = first, .rows = min_i64(PAIR_ROWS, t->count - first)};
+            for (int64_t r = 0; r < tile.rows; r++) {
+                const float *of = kept + unit * unit_floats(a) + (first + r) * kept_floats(a);
+                tile.to[r] = 1; /* every block of a single row has keys that it sees */
+                memcpy(t->block_sums + r * t->width, of, t->width * sizeof *of);
+                memcpy(tile.totals[r], of + t->width, LANES * sizeof *of);
+                tile.tops[r] = of[t->width + LANES];
+            }
+            add_block(t, &tile, -1);
+        }
+    write_rows((int)source->pages->kind, t, in->out + row * a->heads * a->dim);
 }
 
 #endif

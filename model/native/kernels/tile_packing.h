@@ -10,7 +10,6 @@
 
 #if HAS_TILED_ATTENTION
 
-#define BLOCK_KEYS 256
 #define STEP_KEYS 32 /* keys of a tile of weights */
 #define AHEAD 64     /* keys by which memory is read ahead */
 
@@ -35,6 +34,7 @@ typedef struct {
     float *products;           /* [BLOCK_KEYS][16] of a few queries */
     float *scores;             /* [PAIR_ROWS][SCORE_STRIDE], whose rows become weights in bf16 in their first halves */
     float *block_sums;         /* [PAIR_ROWS][width] */
+    float *kept;               /* where what the block adds is kept, [count][kept_floats]; null: it is added at once */
 } TiledQueries;
 
 /* The place of number `i` of a head in rows of tiles: integers of a byte become bf16 in pairs of i and i + 16. */
