@@ -106,6 +106,7 @@ def create_app(
             works = (
                 *(ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models()),
                 service.tenants.usage.write_forever(),
+                service.tenants.quotas.share_forever(),
             )
             background = [asyncio.create_task(work) for work in works]
             if batches is not None:

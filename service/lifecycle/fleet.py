@@ -26,6 +26,7 @@ from triptych.service.lifecycle.model_loader import ModelLoader
 from triptych.service.settings import sources
 from triptych.service.settings.resolve import engine_config
 from triptych.service.settings.service_settings import ModelSettings
+from triptych.service.tenants.quotas import Leases
 from triptych.service.tenants.usage import Found, Question
 
 # -- Orders of operators to load models, checked against the settings. An order names a known model, or a new one with a
@@ -221,6 +222,9 @@ class Replicas(Protocol):
 
     async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response that another replica keeps; `TimeoutError` if none has it and one did not answer."""
+
+    def leases(self) -> Leases | None:
+        """Return what shares quotas with the other replicas; None: each has its own."""
 
     async def usage(self, question: Question) -> list[Found]:
         """Return what the other replicas know of usage; `TimeoutError` if one did not answer."""

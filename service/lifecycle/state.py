@@ -72,7 +72,7 @@ class Service:
         self.telemetry = Telemetry.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
         self.writes = WriteBatch()  # shared by all streams
         self.state_folder = StateFolder.of(settings.state_dir, shared=replicas is not None)
-        self.tenants = Tenancy(self.state_folder, metrics)
+        self.tenants = Tenancy(self.state_folder, metrics, None if replicas is None else replicas.leases())
         self.jobs = Jobs(client, metrics, self.telemetry, self.tenants)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.body_threads = Threads(1, "triptych-bodies")  # parsing holds the GIL, so more threads would not help

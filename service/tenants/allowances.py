@@ -61,6 +61,18 @@ class Minute:
             slot.units += more
             self.used += more
 
+    def give_back(self, units: int) -> None:
+        """Give back units, those that were taken last."""
+        for slot in reversed(self._slots):
+            freed = min(units, slot.units)
+            slot.units -= freed
+            self.used -= freed
+            units -= freed
+
+    def shown(self, now: float) -> int:
+        """Return what replies say is left."""
+        return self.left(now)
+
     def left(self, now: float) -> int:
         """Return the units that may be taken now; below 0 if corrections took more than there were."""
         while self._slots and now - self._slots[0].begin >= MINUTE + _SLOT:
@@ -98,6 +110,10 @@ class Places:
         """Set the units of a receipt; 0 gives them back."""
         self.used += units - receipt.units
         receipt.units = units
+
+    def shown(self, now: float) -> int:
+        """Return what replies say is left."""
+        return self.left(now)
 
     def left(self, now: float) -> int:
         """Return the units that may be taken now."""

@@ -35,6 +35,8 @@ class Allowance(Protocol):
 
     def left(self, now: float) -> int: ...
 
+    def shown(self, now: float) -> int: ...
+
     def wait(self, units: int, now: float) -> float: ...
 
 
@@ -46,6 +48,9 @@ class Leases(Protocol):
     async def lease(self, allowance: Allowance, units: int) -> None:
         """Ask for `units` more, if the allowance may have them."""
 
+    async def exchange_forever(self) -> None:
+        """Exchange units with other replicas until cancelled."""
+
 
 class Quotas:
     """The quotas of all tenants on this replica."""
@@ -54,6 +59,11 @@ class Quotas:
         self._leases = leases
         self._clock = clock
         self._allowances: dict[tuple[str, Kind], Allowance] = {}
+
+    async def share_forever(self) -> None:
+        """Share the quotas with other replicas, until cancelled; return at once if there are none."""
+        if self._leases is not None:
+            await self._leases.exchange_forever()
 
     async def enter(self, context: RequestContext) -> None:
         """Count a request that has come, and give it a place until its end; raises a 429."""
@@ -121,14 +131,14 @@ class Quotas:
 
     def _drop_unused(self) -> None:
         now = self._clock()
-        unused = [key for key, one in self._allowances.items() if one.left(now) == one.limit]
+        unused = [key for key, one in self._allowances.items() if one.left(now) == one.limit and self._leases is None]
         for key in unused:
             del self._allowances[key]
 
     def _refusal(self, tenant: Tenant, kind: Kind, allowance: Allowance, units: int) -> ApiError:
         now = self._clock()
         wait = _NO_MORE if units > allowance.limit else max(0.001, allowance.wait(units, now))
-        left = max(0, allowance.left(now))
+        left = max(0, allowance.shown(now))
         return quota_exceeded(tenant.name, LABELS[kind], allowance.limit, left, units, wait)
 
     def _headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
@@ -140,7 +150,7 @@ class Quotas:
                 continue
             values = (
                 ("limit", str(allowance.limit)),
-                ("remaining", str(max(0, allowance.left(now)))),
+                ("remaining", str(max(0, allowance.shown(now)))),
                 ("reset", duration(allowance.wait(allowance.limit, now))),
             )
             found += [(f"x-ratelimit-{name}-{kind}".encode(), value.encode()) for name, value in values]

@@ -61,6 +61,8 @@ from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
 from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from triptych.service.sandbox import confinement
 from triptych.service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
+from triptych.service.tenants.bank import Ask, Bank, BankLeases, Grant
+from triptych.service.tenants.quotas import Leases
 from triptych.service.tenants.usage import Found, Question
 
 _LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
@@ -71,6 +73,7 @@ _EXIT_SECONDS = 2.0  # for Ray's processes to exit
 _CONTROL_SECONDS = 30.0  # for a call to the replicas
 _LOOKUP_SECONDS = 5.0  # for finding the replicas
 _ASK_SECONDS = 5.0  # for an answer of the other replicas, which may hang
+_BANK_SECONDS = 2.0  # for an answer of the bank of quotas
 _STORE = "triptych"  # namespace of keys in the cluster's store
 _LATER_REQUESTS = 1 << 16  # if models may be loaded on demand: more than all their queues hold
 _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
@@ -155,6 +158,7 @@ class _Siblings:
         self._has_admin = config.settings.has_admin
         self._follow_seconds = config.settings.models.load_timeout_s + _CONTROL_SECONDS
         self._handle: DeploymentHandle[Any] | None = None
+        self._bank: Any = None
 
     def fleet(self, local: LocalFleet) -> Fleet:
         """Return the fleet of all replicas; without an admin key each replica manages only its own models."""
@@ -169,6 +173,18 @@ class _Siblings:
     async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response that another replica keeps."""
         return next(iter(await self._asked("stored", (tenant, response_id))), None)
+
+    def leases(self) -> Leases:
+        """Return the leases of quotas, of a bank that all replicas of the application share."""
+        return BankLeases(self._exchange)
+
+    async def _exchange(self, asks: Sequence[Ask]) -> Sequence[Grant]:
+        """Ask the bank, an actor that the first replica with a question starts."""
+        if self._bank is None:
+            self._bank = await asyncio.to_thread(_bank_of, self._name)
+        async with asyncio.timeout(_BANK_SECONDS):
+            found: Sequence[Grant] = await self._bank.exchange.remote(_replica_id(), asks)
+        return found
 
     async def usage(self, question: Question) -> list[Found]:
         """Return what the other replicas know of usage; raises `TimeoutError` if one did not answer."""
@@ -211,6 +227,13 @@ class _Siblings:
             self._handle = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
         calls = self._handle.broadcast(method, argument, _replica_id())
         return list(await calls.results_async(return_exceptions=True))
+
+
+def _bank_of(application: str) -> Any:
+    """Return the actor with the bank of quotas; it outlives the replicas, as they may be replaced."""
+    made = ray.remote(num_cpus=0, max_restarts=-1)(Bank)
+    name = f"{application}-quotas"
+    return made.options(name=name, namespace=_STORE, lifetime="detached", get_if_exists=True).remote()
 
 
 class _ClusterStore:
