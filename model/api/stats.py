@@ -42,6 +42,8 @@ class EngineStats:
     accepted_tokens: int = 0  # of those, right
     model_draft_tokens: int = 0  # of draft_tokens, those of a draft model
     model_accepted_tokens: int = 0  # of those, right
+    pictures: int = 0  # of prompts that were encoded; those of cached prefixes and of equal ones are not
+    picture_tokens: int = 0  # of these
     adapter_of: str = ""  # of an adapter, whose requests alone are counted: the model that computes it
 
     @property

@@ -317,6 +317,8 @@ class GenerateEngine:
             accepted_tokens=self.speculation.num_accepted_tokens,
             model_draft_tokens=self.speculation.num_model_draft_tokens,
             model_accepted_tokens=self.speculation.num_model_accepted_tokens,
+            pictures=self.scheduler.pictures.num_encoded,
+            picture_tokens=self.scheduler.pictures.num_encoded_rows,
         )
 
     def check_invariants(self) -> None:

@@ -284,6 +284,8 @@ class Metrics:
         self._add(self._accepted_tokens, stats.model, "accepted_tokens", stats.accepted_tokens)
         self._add(self._model_draft_tokens, stats.model, "model_draft_tokens", stats.model_draft_tokens)
         self._add(self._model_accepted_tokens, stats.model, "model_accepted_tokens", stats.model_accepted_tokens)
+        self._add(self._pictures, stats.model, "pictures", stats.pictures)
+        self._add(self._picture_tokens, stats.model, "picture_tokens", stats.picture_tokens)
 
     def _add(self, counter: _CachedFamily[Counter], model: str, name: str, value: int) -> None:
         """Add the increase of an engine's counter since the last update; a new engine counts from 0."""
@@ -342,6 +344,14 @@ class Metrics:
         )
         self._preemptions = self.counter(
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"
+        )
+        self._pictures = self.counter(
+            "pictures_encoded_total",
+            "Pictures in prompts that were encoded; those of cached prefixes are not again.",
+            "model",
+        )
+        self._picture_tokens = self.counter(
+            "picture_tokens_encoded_total", "Tokens of the pictures that were encoded.", "model"
         )
         self._restarts = self.counter("engine_restarts_total", "Restarts of failed engines.", "model")
         self._cache_lookups = self.counter(

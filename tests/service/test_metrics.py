@@ -46,6 +46,7 @@ class Client:
         usage = {512: used / 5}
         blocks = dict(total_blocks=10, free_blocks=10 - used, window_usage=usage)
         blocks |= dict(total_states=20, free_states=20 - used, cached_states=used)
+        blocks |= dict(pictures=2 * used, picture_tokens=9)
         return {"gen": EngineStats("gen", running=used, preemptions=used, **blocks)}
 
     def demand(self):
@@ -97,6 +98,8 @@ def test_each_metric_appears_once_for_all_replicas(tmp_path: Path, asked: int) -
     assert shown["triptych_tokens_waiting", "gen"] == 500
     assert shown["triptych_engine_restarts_total", "gen"] == 5
     assert shown["triptych_preemptions_total", "gen"] == 5
+    assert shown["triptych_pictures_encoded_total", "gen"] == 10
+    assert shown["triptych_picture_tokens_encoded_total", "gen"] == 18
     assert shown["triptych_replicas", "gen"] == 2
     assert (shown["triptych_engine_live", "gen"], shown["triptych_engine_ready", "gen"]) == (2, 1)
     replicas[1 - asked].shown()

@@ -29,7 +29,7 @@ class PictureSteps:
         self._passes = passes
         self.max_rows = max_rows
         self._both_ways = both_ways
-        self.num_encoded = 0
+        self.num_encoded = self.num_encoded_rows = 0
         self.kept: OrderedDict[bytes, int] = OrderedDict()  # rows by key, the least recently used first
         self._in_step: dict[bytes, int] = {}
         self._limit: int | None = None  # tokens that this step may encode, if its time is bounded
@@ -119,6 +119,7 @@ class PictureSteps:
             self._left -= left
             self._has_encoded = True
             self.num_encoded += 1
+            self.num_encoded_rows += rows
         self.kept[key] = self._in_step[key] = rows
         self.kept.move_to_end(key)
         return True
