@@ -106,12 +106,12 @@ def pools_of(layers: Mapping[int, PagedSpec]) -> tuple[PoolSpec, ...]:
 
 
 def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
-    """The index of each layer's pool, also of steps without a cache; an encoder, which never has one, has one pool.
+    """The index of each layer's pool, also of steps without a cache. That of a recurrent layer, which has none, is 0.
 
-    That of a recurrent layer, which has none, is 0.
+    An encoder has no cache; the layers of a tower that see windows of a picture have a second pool's segments.
     """
     if not stack.causal:
-        return (0,) * stack.num_layers
+        return tuple(int(isinstance(layer.mixer, AttentionConfig) and layer.mixer.windowed) for layer in stack.layers)
     windows = _windows(attention.window for attention in stack.attentions)
     mixers = (layer.mixer for layer in stack.layers)
     return tuple(windows.index(mixer.window) if isinstance(mixer, AttentionConfig) else 0 for mixer in mixers)

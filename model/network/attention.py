@@ -76,8 +76,8 @@ class SelfAttention(nn.Module):
         if isinstance(config.position, RotaryConfig) and config.position.growth:
             q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
-        if config.windowed and step.inputs.windows is not None:
-            metadata = step.inputs.windows
+        if config.windowed:
+            (metadata,) = step.inputs.other_pools
         if isinstance(backend, PreparingBackend) and backend.prepares:
             preparation = self._preparation(step, cache)
             if preparation is not None:

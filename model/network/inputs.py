@@ -49,7 +49,8 @@ class StackInput:
     token_types: Tensor | None = None  # [T]; None: all of segment 0
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
     frames: Tensor | None = None  # [B, mel bins, frames] instead of token ids, log-mel energies
-    other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
+    # The same by the tables of the others; of a tower, what `windowed` layers attend by.
+    other_pools: tuple[AttentionMetadata, ...] = ()
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one
     contexts: Tensor | None = None  # [T] tokens that each row's request may come to; None: those of its segment
@@ -58,7 +59,6 @@ class StackInput:
     single_states: Tensor | None = None  # [3, T]
     # The coordinates of each row's position, where rotary positions have sections; None: all are its position.
     coordinates: Tensor | None = None  # [coordinates, T]
-    windows: AttentionMetadata | None = None  # by which `windowed` layers attend
     given: GivenRows | None = None  # rows of pictures, in the place of tokens' vectors
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:

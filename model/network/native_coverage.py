@@ -37,7 +37,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     PositionConfig: "kind max_positions offset interleaved inclusive",
     LayerConfig: "mixer feed_forward norms cross parallel one_norm residual_scale embedding scaled shares_weights_with",
     AttentionConfig: "num_heads num_kv_heads head_dim scale qkv_bias out_bias position window softcap qk_norm "
-    "qk_norm_span sinks output_gate value_norm keys_as_values keys_of",
+    "qk_norm_span sinks output_gate value_norm keys_as_values windowed keys_of",
     RotaryConfig: "dim theta scaling factor original_max_positions length low_freq_factor high_freq_factor beta_fast "
     "beta_slow truncate attention_factor long_attention_factor growth interleaved short_factors long_factors turning "
     "sections in_turn frequencies_again frequencies_in_turn",

@@ -167,7 +167,8 @@ class NativeStack:
         longest = max(inputs.metadata.kv_lens, default=0)
         for pool in range(pools):
             layer = cache.pages[cache.pools[pool].layers[0]] if cache is not None else None
-            kept += fill_segments(segments[pool], inputs.metadata_of(layer), layer)
+            metadata = inputs.other_pools[pool - 1] if cache is None and inputs.other_pools and pool else None
+            kept += fill_segments(segments[pool], metadata or inputs.metadata_of(layer), layer)
             if cross is not None:
                 sources = cross.metadata_of(layer)
                 kept += fill_segments(segments[pools + pool], sources, layer)

@@ -64,7 +64,7 @@ class Pictures(nn.Module):
         inputs = replace(inputs, coordinates=coordinates, adapters=adapters)
         if lengths is not None:
             lens = tuple(length * patches.merge**2 for length in lengths)
-            inputs = replace(inputs, windows=AttentionMetadata(lens, lens, causal=False, device=x.device))
+            inputs = replace(inputs, other_pools=(AttentionMetadata(lens, lens, causal=False, device=x.device),))
         return PicturePass(self, StackPass(tower, x, inputs, backend), order)
 
 
