@@ -17,6 +17,7 @@ from triptych.service.http.in_process import InnerReply
 
 AUDIO_ROUTES = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FAILURES = 3  # of the engine on one line, which may be what breaks it
+ENGINE_PAUSE_SECONDS = 1.0
 _OF_ENGINE = ("engine_failed", "engine_dead")
 _MAX_WAIT = 60.0  # seconds until a refused line is sent again
 _CODE = msgspec.json.Decoder(dict[str, Any])
@@ -82,7 +83,7 @@ def seconds_to_wait(reply: InnerReply, failures: int) -> float | None:
         header = reply.header(b"retry-after")
         return min(max(float(header) if header.isdecimal() else 1.0, 0.1), _MAX_WAIT)
     if broke_engine(reply) and failures < MAX_FAILURES:
-        return 1.0
+        return ENGINE_PAUSE_SECONDS
     return None
 
 

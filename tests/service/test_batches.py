@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import re
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.service.support import App, check_accounts, hold, make_app, run
-from triptych.service.batches import runner, store
+from tests.service.support import App, check_accounts, hold, live, make_app, run
+from triptych.service.batches import calls, store
+from triptych.service.batches.calls import request_of
+from triptych.service.batches.lines import parse
+from triptych.service.http.multipart import boundary_of, read_form
 from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 Json = dict[str, Any]
+ROOT = Path(__file__).parent.parent.parent
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> Json:
@@ -186,12 +193,14 @@ class TestBatch:
     def test_load_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         app = batch_app(tmp_path)
         app.script.queue_full, app.script.retry_after_s = "queue_requests", 0.1
+        monkeypatch.setattr(calls, "ENGINE_PAUSE_SECONDS", 0.05)
 
         async def work(client: httpx.AsyncClient) -> None:
             batch = await begin(client, [line("a"), line("b")])
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             app.script.queue_full, app.script.die_after = None, 1
-            await asyncio.sleep(1.2)  # until a line has broken the engine
+            while not app.client.submitted:
+                await asyncio.sleep(0.01)
             app.script.die_after = None
             done = await ended(client, batch)
             assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
@@ -199,7 +208,10 @@ class TestBatch:
         run(app, work)
         check_accounts(app)
 
-    def test_a_line_that_breaks_the_engine_again_and_again_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_line_that_breaks_the_engine_again_and_again_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(calls, "ENGINE_PAUSE_SECONDS", 0.05)
         app = batch_app(tmp_path)
         app.script.die_after = 1
 
@@ -417,10 +429,6 @@ class TestFiles:
 
 
 def test_transcriptions_take_a_file_as_base64(tmp_path: Path) -> None:
-    from triptych.service.batches.calls import request_of
-    from triptych.service.batches.lines import parse
-    from triptych.service.http.multipart import boundary_of, read_form
-
     data = base64.b64encode(b"RIFF\r\n--x").decode()
     one = {"file": f"data:audio/wav;base64,{data}", "temperature": 0.5, "timestamp_granularities": ["word", "segment"]}
     raw = json.dumps({**line("a", "/v1/audio/transcriptions"), "body": one}).encode()
@@ -432,4 +440,63 @@ def test_transcriptions_take_a_file_as_base64(tmp_path: Path) -> None:
         ("timestamp_granularities[]", "word"),
         ("timestamp_granularities[]", "segment"),
     )
-    assert runner.POLL_SECONDS
+
+
+class TestClients:
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> Iterator[str]:
+        with live(batch_app(tmp_path / "state")) as url:
+            yield url
+
+    def test_the_openai_package(self, url: str) -> None:
+        openai = pytest.importorskip("openai", reason="openai's client is not installed")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        content = jsonl([line("a"), line("b", max_tokens=-1)])
+        file = client.files.create(
+            file=("x.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
+        )
+        assert (file.bytes, file.expires_at - file.created_at) == (len(content), 7200)
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"run": "7"}
+        )
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress", "finalizing")
+            time.sleep(0.02)
+            batch = client.batches.retrieve(batch.id)
+        assert (batch.model, batch.metadata, batch.endpoint) == ("gen", {"run": "7"}, "/v1/completions")
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        assert batch.usage.total_tokens == batch.usage.input_tokens + 2
+        reply = json.loads(client.files.content(batch.output_file_id).text)
+        assert reply["response"]["body"]["choices"][0]["text"] == "he"
+        assert json.loads(client.files.content(batch.error_file_id).read())["custom_id"] == "b"
+        assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
+        assert {one.id for one in client.files.list()} == {file.id, batch.output_file_id, batch.error_file_id}
+        assert client.files.retrieve(file.id).filename == "x.jsonl"
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(batch.id)
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+
+    def test_the_commands_of_the_page(self, url: str, tmp_path: Path) -> None:
+        page = (ROOT / "docs" / "batches.md").read_text().replace('"code"', '"gen"')
+        blocks = re.findall(r"```bash\n(.*?)```", page, re.S)[1:]  # the first starts a service
+        upload, wait, read = "\n".join(blocks[:3]), blocks[3], blocks[4]
+        ids = f"{wait.strip()} | grep -o 'file-[0-9a-f]*' | sed -n 2p"
+        polls = f'until OUTPUT=$({ids}) && [ -n "$OUTPUT" ]; do sleep 0.1; done'
+        table = re.findall(r"^\| `(curl [^`]*)`", page, re.M)
+        assert len(table) == 4
+        others = "\n".join(f"{one} -sf{' -o /dev/null' if 'cancel' in one else ''} || exit 9" for one in table[:3])
+        script = f"set -e\n{upload}\n{polls}\n{read}\n{others}\n"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, "URL": url},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        first = [json.loads(one) for one in done.stdout.splitlines()[:2]]
+        assert [one["custom_id"] for one in first] == ["one", "two"]
+        assert '"deleted":true' in done.stdout
