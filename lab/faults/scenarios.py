@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from lab.faults import hostile
+from lab.faults.batch import KILLS, LINES, BatchUnderFaults, killed_at_random
 from lab.faults.load import Stages
 from lab.faults.outcomes import Ending
 from lab.faults.site import REDEPLOY, SERVE, STOP_S, Site
@@ -55,8 +56,10 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
         hangs, quick = _sending(_HALT, _ENGINE), ("--stall-timeout", "5")
         found.append(Scenario("engine hangs (stall_timeout 5)", hangs, runtime, quick, allowed=_FAILURES))
         found.append(Scenario("engine killed", _sending(_KILL, _ENGINE), runtime, allowed=_FAILURES))
+        found.append(_batch(f"batch of {LINES} lines, engine killed {KILLS} times", _ENGINE, runtime, folder))
         if runtime == "ray":
-            found += _of_ray()
+            name = f"batch of {LINES} lines, a replica killed {KILLS} times, of 2"
+            found += [*_of_ray(), _batch(name, "ServeReplica", runtime, folder, "--replicas", "2")]
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
         if clock_library and runtime == "local":  # Ray does not start with this library
             found.append(_clock(folder / "clock", clock_library))
@@ -87,6 +90,39 @@ def _hostile(runtime: str) -> list[Scenario]:
     # The unread streams themselves use much of the capacity.
     stages = ((0.25, hostile.STALL_PATIENCE_S),)
     return [Scenario(never, hostile.never_read, runtime, quick, stages=stages), *rest]
+
+
+_BATCH_WAIT_S = 300.0
+
+
+def _batch(name: str, process: str, runtime: str, folder: Path, *arguments: str) -> Scenario:
+    def inject(site: Site, model: str) -> str:
+        batch = BatchUnderFaults(site.url, model)
+        return killed_at_random(
+            batch, lambda: _kill_when_ready(site, process), lambda holds: site.wait(_trying(holds), _BATCH_WAIT_S)
+        )
+
+    state = ("--state-dir", str(folder / f"state-{runtime}{len(arguments)}"))
+    stages = ((0.1, LOAD_S),)
+    return Scenario(name, inject, runtime, (*state, *arguments), allowed=_FAILURES | _CUTS | _CROWD, stages=stages)
+
+
+def _kill_when_ready(site: Site, process: str) -> None:
+    site.wait(site.ready, _WAIT_S)
+    site.wait(lambda: any(process in line for line in site.processes().values()), _WAIT_S)
+    site.signal(process, _KILL)
+
+
+def _trying(holds: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a condition that does not hold while the service fails."""
+
+    def tried() -> bool:
+        try:
+            return holds()
+        except httpx.HTTPStatusError:
+            return False
+
+    return tried
 
 
 _UP_AND_DOWN = ((0.02, 25.0), (0.7, 25.0), (0.02, 40.0))  # measuring the capacity has added replicas
