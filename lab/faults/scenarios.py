@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from lab.faults import hostile
-from lab.faults.batch import KILLS, LINES, BatchUnderFaults, killed_at_random
+from lab.faults.batch import KILLS, BatchUnderFaults, killed_at_random
 from lab.faults.load import Stages
 from lab.faults.outcomes import Ending
 from lab.faults.site import REDEPLOY, SERVE, STOP_S, Site
@@ -56,9 +56,9 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
         hangs, quick = _sending(_HALT, _ENGINE), ("--stall-timeout", "5")
         found.append(Scenario("engine hangs (stall_timeout 5)", hangs, runtime, quick, allowed=_FAILURES))
         found.append(Scenario("engine killed", _sending(_KILL, _ENGINE), runtime, allowed=_FAILURES))
-        found.append(_batch(f"batch of {LINES} lines, engine killed {KILLS} times", _ENGINE, runtime, folder))
+        found.append(_batch(f"a batch, its engine ended {KILLS} times", _ENGINE, runtime, folder))
         if runtime == "ray":
-            name = f"batch of {LINES} lines, a replica killed {KILLS} times, of 2"
+            name = f"a batch, its replica ended {KILLS} times, of 2"
             found += [*_of_ray(), _batch(name, "ServeReplica", runtime, folder, "--replicas", "2")]
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
         if clock_library and runtime == "local":  # Ray does not start with this library
