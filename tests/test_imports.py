@@ -107,7 +107,7 @@ SERVICE = """
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/engine/planning model/llm model/names
                           model/native model/pretrained model/quantization settings
-                          observability core planning lifecycle chat runtimes runtimes/ray_serve
+                          observability core planning lifecycle chat runtimes runtimes/ray_serve app batches
 """
 LOADTEST = """
     errors

@@ -353,6 +353,16 @@ def _completion(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _batch(arguments: argparse.Namespace) -> int:
+    models = {name: {"path": path} for name, path in (named(text) for text in arguments.model)}
+    file, settings = Path(arguments.file), sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"]))
+    with file.open("rb"):  # raises before anything slow is imported
+        pass
+    from triptych.service.cli.batch import run
+
+    return run(file, models or embedded_model_settings(), settings, Path(arguments.output))
+
+
 _COMMANDS = {
     "serve": _serve,
     "serve-config": _serve_config,
@@ -360,6 +370,7 @@ _COMMANDS = {
     "run": _chat,
     "generate": _generate,
     "transcribe": _transcribe,
+    "batch": _batch,
     "encode": _encode,
     "inspect": _inspect,
     "check": _check,

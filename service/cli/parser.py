@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_transcribe(commands)
     _add_encode(commands)
+    _add_batch(commands)
     _add_inspect(commands)
     _add_check(commands)
     _add_quantize(commands)
@@ -378,6 +379,25 @@ def _add_service(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="the service (default: TRIPTYCH_URL, else http://127.0.0.1:8000)")
     parser.add_argument("--api-key", metavar="KEY", help="a key of the service (default: TRIPTYCH_API_KEY)")
     _add_verbose(parser)
+
+
+def _add_batch(commands: Any) -> None:
+    text = "run a file of requests offline, without a server"
+    parser = commands.add_parser("batch", help=text, description=text)
+    parser.add_argument("file", metavar="FILE", help="one request a line, as for /v1/batches (docs/batches.md)")
+    parser.add_argument(
+        *("--model", "-m"),
+        metavar="[NAME=]PATH",
+        action="append",
+        default=[],
+        help=f"{_MODEL} (repeatable; default: the embedded models)",
+    )
+    parser.add_argument(
+        *("--output", "-o"), metavar="OUT", required=True, help="file of the replies; failures go to OUT.errors"
+    )
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

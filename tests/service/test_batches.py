@@ -17,10 +17,15 @@ import httpx
 import pytest
 
 from tests.service.support import App, check_accounts, hold, live, make_app, run
+from triptych.model.errors import ConfigError
+from triptych.service.app import Application
 from triptych.service.batches import calls, store
 from triptych.service.batches.calls import request_of
 from triptych.service.batches.lines import parse
+from triptych.service.cli import batch as batch_command
 from triptych.service.http.multipart import boundary_of, read_form
+from triptych.service.observability import logs
+from triptych.service.settings.serve_config import ServeConfig
 from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 Json = dict[str, Any]
@@ -500,3 +505,59 @@ class TestClients:
         first = [json.loads(one) for one in done.stdout.splitlines()[:2]]
         assert [one["custom_id"] for one in first] == ["one", "two"]
         assert '"deleted":true' in done.stdout
+
+
+class TestCommand:
+    def run(self, folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Sequence[Json | str], **script: Any) -> int:
+        """Run `triptych batch` over a scripted engine."""
+        file = folder / "in.jsonl"
+        file.write_bytes(jsonl(lines))
+
+        def build(config: ServeConfig) -> Application:
+            return make_app(settings=config.settings, **script).app
+
+        monkeypatch.setattr(batch_command, "build_app", build)
+        monkeypatch.setattr(logs, "setup", lambda *_: None)
+        return batch_command.run(file, {"gen": {"path": str(folder)}}, {}, folder / "out.jsonl")
+
+    def test_a_file_is_run_offline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(tmp_path, monkeypatch, [line("a"), line("b", max_tokens=-1)]) == 1
+        assert [json.loads(one)["custom_id"] for one in (tmp_path / "out.jsonl").read_text().splitlines()] == ["a"]
+        assert json.loads((tmp_path / "out.jsonl.errors").read_text())["response"]["status_code"] == 400
+        assert "2/2 lines, 1 failed" in capsys.readouterr().err
+        assert not (tmp_path / "out.jsonl.state").exists()
+        assert self.run(tmp_path, monkeypatch, [line("a")]) == 0
+
+    def test_bad_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(tmp_path, monkeypatch, [line("a"), "{"]) == 1
+        assert "in.jsonl: line 2: the line is no JSON object" in capsys.readouterr().err
+        for first in ("", "x", json.dumps(line("a", "/nope"))):
+            with pytest.raises(ConfigError, match="first line"):
+                self.run(tmp_path, monkeypatch, [first])
+
+    def test_an_interrupted_run_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines = [line(str(at)) for at in range(12)]
+        monkeypatch.setattr(store, "LEASE_SECONDS", 0.1)
+        state_of = batch_command._state
+        calls = 0
+
+        async def stop(batches: Any, batch_id: str) -> Any:
+            nonlocal calls
+            found = await state_of(batches, batch_id)
+            calls += 1
+            if found.completed:
+                raise KeyboardInterrupt
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_command, "_state", stop)
+            with pytest.raises(KeyboardInterrupt):
+                self.run(tmp_path, monkeypatch, lines)
+        assert calls and (tmp_path / "out.jsonl.state").exists()
+        assert self.run(tmp_path, monkeypatch, lines) == 0
+        output = [json.loads(one) for one in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [one["custom_id"] for one in output] == [str(at) for at in range(12)]
