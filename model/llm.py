@@ -31,7 +31,8 @@ from triptych.model.api.request import (
 from triptych.model.api.sampling_bounds import GREEDY_BELOW, check_sampling, length_of, over_defaults
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.checkpoint import hub, hub_names
-from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.adapter_folder import read_adapter_settings
+from triptych.model.checkpoint.folder import errors_about, read_checkpoint
 from triptych.model.engine.builder import load, load_lora
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.errors import ConfigError, EngineDeadError
@@ -70,6 +71,7 @@ class LLM:
         """
         engine = engine or EngineConfig()
         name, path = _located(path, pickle=engine.pickle)
+        adapters = _adapters_located(name, lora, pickle=engine.pickle)
         self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
         self.tokenizer = Tokenizer.from_folder(
             self.checkpoint.network_path, special_tokens=self.checkpoint.sentences.special_tokens
@@ -81,23 +83,16 @@ class LLM:
         self._generate = loaded.generate
         self._encode = loaded.encode
         self._turns = Turns()
-        for adapter, where in (lora or {}).items():
-            self._load_adapter(adapter, where, engine)
-
-    def _load_adapter(self, name: str, where: str | Path, engine: EngineConfig) -> None:
-        if name == self.info.name:
-            raise ConfigError(f"an adapter needs another name than its base model, {name}")
-        _, path = _located(where, pickle=engine.pickle)
-        spec = ModelSpec(name, str(path), engine, adapter_of=self.info.name)
-        adapter = load_lora(spec, self._loaded).adapter
-        assert adapter is not None
-        self.network.lora[name] = adapter
+        for adapter, where in adapters.items():
+            found = load_lora(ModelSpec(adapter, str(where), engine, adapter_of=name), loaded).adapter
+            assert found is not None
+            self.network.lora[adapter] = found
 
     def _named(self, adapter: str | None) -> str:
         """Return what a request names as its model. Raises `ConfigError`."""
         if adapter is None:
             return self.info.name
-        if adapter not in self.network.lora:
+        if not isinstance(adapter, str) or adapter not in self.network.lora:
             known = ", ".join(self.network.lora) or "none"
             raise ConfigError(f"no adapter {adapter!r} is loaded; the model has {known} (lora=)")
         return adapter
@@ -460,6 +455,23 @@ class LLM:
             if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= id < size:
                 raise ConfigError(f"token {place} of a prompt must be an id from 0 to {size - 1}, found {id!r}"[:200])
         return tuple(map(index, ids))
+
+
+def _adapters_located(base: str, lora: object, *, pickle: bool) -> dict[str, Path]:
+    """Return the folders of adapters by their names, checked before the base model is loaded. Raises `ConfigError`."""
+    if lora is not None and not isinstance(lora, Mapping):
+        raise ConfigError(f"lora is {type(lora).__name__}, expected a mapping of names to folders of adapters")
+    found = {}
+    for name, where in (lora or {}).items():
+        if not isinstance(name, str) or not isinstance(where, str | Path):
+            raise ConfigError(f"lora has {name!r}: {where!r}, expected a name and the folder of an adapter")
+        if names.checked_name(name) == base:
+            raise ConfigError(f"an adapter needs another name than its base model, {name}")
+        place = str(where) if isinstance(where, Path) else names.checked_adapter(name, where)
+        found[name] = hub.local_folder(place, pickle=pickle) if hub_names.is_hub_name(place) else Path(place)
+        with errors_about(name):
+            read_adapter_settings(found[name], pickle=pickle)
+    return found
 
 
 def _located(path: str | Path, *, pickle: bool) -> tuple[str, Path]:

@@ -58,6 +58,19 @@ def checked(text: str) -> str:
     )
 
 
+def checked_adapter(name: str, text: str) -> str:
+    """Return what `locate` does of the folder of the LoRA adapter `name`; raises `ConfigError` if there is none."""
+    checked_name(name)
+    found = locate(text)
+    if hub_names.is_hub_name(found) or Path(found).is_dir():
+        return found
+    what = "a file" if Path(found).exists() else "no such folder"
+    raise ConfigError(
+        f"the adapter {name}: {text}: {what}; expected the folder of a LoRA adapter, with adapter_config.json, or "
+        "hf:ORGANISATION/NAME of the Hub"
+    )
+
+
 def model_name(text: str) -> str:
     """Return the name by which a model is served unless it is given another. Raises `ConfigError`."""
     if text in named_models():

@@ -153,7 +153,7 @@ def _adapter_specs(models: Models, bases: tuple[ModelSpec, ...], given: Sequence
             raise ConfigError(f"lora {base}:{name}: no model is named {base}; there are {listed(by_name)}")
         if name in by_name or name in found:
             raise ConfigError(f"lora {base}:{name}: another model or adapter has this name")
-        found[name] = ModelSpec(name, names.checked(path), by_name[base].engine, adapter_of=base)
+        found[name] = ModelSpec(name, names.checked_adapter(name, path), by_name[base].engine, adapter_of=base)
     return tuple(found.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -129,12 +130,32 @@ def test_rows_do_not_depend_on_their_company(quantization: str) -> None:
 
 def test_an_unknown_adapter_is_refused() -> None:
     llm = LLM(folders()["base"], EngineConfig(**SMALL), lora=adapters())
-    with llm, pytest.raises(ConfigError, match="no adapter 'de' is loaded; the model has sql, fr"):
-        llm.generate([PROMPTS[0]], GREEDY, lora="de")
+    with llm:
+        for bad in ("de", ["sql"], b"sql"):
+            with pytest.raises(ConfigError, match=re.escape(f"no adapter {bad!r} is loaded; the model has sql, fr")):
+                llm.generate([PROMPTS[0]], GREEDY, lora=bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="another name than its base"):
         LLM(folders()["base"], EngineConfig(**SMALL), lora={"llama": folders()["sql"]})
     with pytest.raises(ConfigError, match=r"sql: .*found a model"):
         LLM(folders()["base"], EngineConfig(**SMALL), lora={"sql": folders()["base"]})
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("x", "lora is str, expected a mapping"),
+        ({1: "x"}, "lora has 1: 'x', expected a name and the folder"),
+        ({"a": None}, "lora has 'a': None"),
+        ({"": "x"}, "model name ''"),
+        ({"a\nb": "x"}, "printable characters"),
+        ({"a": "/nowhere"}, "the adapter a: /nowhere: no such folder; expected the folder of a LoRA adapter"),
+        ({"a": __file__}, "a file; expected the folder of a LoRA adapter"),
+        ({"a": Path("/nowhere")}, "a: .*found no such folder"),
+    ],
+)
+def test_bad_adapters_are_refused_before_the_base_is_loaded(lora: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(folders()["base"], EngineConfig(**SMALL), lora=lora)
 
 
 def test_a_model_folder_that_has_an_adapter_says_so() -> None:

@@ -349,7 +349,8 @@ def test_settings_name_adapters() -> None:
         ("no model is named third", f"third:sql={paths['sql']}"),
         ("another model or adapter has this name", f"base:fr={paths['sql']}"),
         ("another model or adapter has this name", f"base:other={paths['sql']}"),
-        ("no such folder", "base:sql=/nowhere"),
+        ("the adapter sql: /nowhere: no such folder; expected the folder of a LoRA adapter", "base:sql=/nowhere"),
+        ("printable characters", "base:a\tb=/nowhere"),
     ):
         with pytest.raises(ConfigError, match=message):
             resolve_config(models, {"lora": (given,)})
