@@ -82,9 +82,10 @@ def read_adapter(path: Path, *, pickle: bool = True) -> AdapterFolder:
 
 
 def _is_saved(name: str, settings: AdapterSettings) -> bool:
-    """Return whether a tensor is one of a module that the settings list in modules_to_save."""
-    whole = name.removeprefix(_PREFIX).split(".")[:-1]
-    return name.startswith(_PREFIX) and not settings.saved.isdisjoint(whole) and "lora_" not in name
+    """Return whether a tensor is one of a module that modules_to_save lists: PEFT saves names that end so."""
+    parts = name.removeprefix(_PREFIX).split(".")[:-1]
+    listed = any(part.endswith(one) for part in parts for one in settings.saved)
+    return name.startswith(_PREFIX) and listed and "lora_" not in name
 
 
 def _modules(settings: AdapterSettings, stored: Mapping[str, StoredTensor]) -> dict[str, AdaptedModule]:

@@ -11,7 +11,7 @@ from triptych.model.config.formats import FLOAT
 from triptych.model.errors import CheckpointError, ConfigError, listed
 from triptych.model.families import family_for
 from triptych.model.families.table.rules import LinearRule, Shape, TensorRule
-from triptych.model.linear.base import linears
+from triptych.model.linear.base import Linear, linears
 from triptych.model.network.transformer import Classifier, Transformer
 from triptych.model.network.weights import stored_parts
 
@@ -38,8 +38,10 @@ def plan_head(saved: Mapping[str, StoredTensor], model: Transformer) -> dict[str
         raise CheckpointError(
             f"modules_to_save: {listed(others, most=2)} is no part of the base model's classifier, and is not served"
         )
-    if rules:
-        raise CheckpointError(f"modules_to_save: the saved classifier has no {listed(rules, most=2)}")
+    parts = {_part(rule.target) for rule in planned.values()}
+    absent = [name for name, rule in rules.items() if _part(rule.target) in parts]
+    if absent:
+        raise CheckpointError(f"modules_to_save: the saved classifier has no {listed(absent, most=2)}")
     shapes = _shapes(model.new_classifier())
     for name, rule in planned.items():
         shape, wanted = saved[name].shape, rule.shape or shapes[rule.target]
@@ -49,6 +51,11 @@ def plan_head(saved: Mapping[str, StoredTensor], model: Transformer) -> dict[str
                 "labels of its base model"
             )
     return planned
+
+
+def _part(target: str) -> str:
+    """Return the attribute of a classifier that a tensor belongs to: out, dense, norm."""
+    return target.removeprefix(_PART).partition(".")[0]
 
 
 def _rules(model: Transformer) -> Iterator[TensorRule]:
@@ -69,12 +76,13 @@ def _shapes(head: Classifier) -> dict[str, Shape]:
 
 def head_bytes(planned: Mapping[str, TensorRule], model: Transformer) -> int:
     """Return the bytes that a classifier of a plan takes in memory."""
-    return sum(linear.nbytes for linear in linears(model.new_classifier())) if planned else 0
+    own = {rule.target for rule in planned.values()}
+    return sum(one.nbytes for one in linears(model.new_classifier()) if one.spec.weight in own) if planned else 0
 
 
 def read_head(saved: Mapping[str, StoredTensor], planned: Mapping[str, TensorRule], model: Transformer) -> Classifier:
-    """Read the classifier that was planned."""
-    head = model.new_classifier()
+    """Read the classifier that was planned; what the folder does not have of it is the base model's."""
+    head, read = model.new_classifier(), {_part(rule.target) for rule in planned.values()}
     shapes, projections = _shapes(head), {name: one for one in linears(head) for name in one.tensors()}
     head.norm.to_empty(device=model.device).to(model.linear.dtype)
     norms = {f"{_PART}norm.{name}": one for name, one in head.norm.named_parameters()}
@@ -89,6 +97,9 @@ def read_head(saved: Mapping[str, StoredTensor], planned: Mapping[str, TensorRul
                     projections[rule.target].fill(rule.target, into, values)
                 else:
                     norms[rule.target][into].copy_(values)
-    for linear in linears(head):
-        linear.finish()
+    for name, part in list(head.named_children()):
+        if name not in read:
+            setattr(head, name, getattr(model.classifier, name))
+        elif isinstance(part, Linear):
+            part.finish()
     return head.requires_grad_(False).eval()

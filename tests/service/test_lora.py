@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.engine.test_lora import MIXED, PROMPTS, SMALL, expected, folders
 from tests.engine.thread_transport import ThreadTransport
@@ -200,6 +201,29 @@ def test_vllms_routes_load_replace_and_unload() -> None:
                 )
             client.headers = httpx.Headers()
             assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 401
+
+    run(work())
+
+
+def test_openais_client_uses_vllms_routes() -> None:
+    async def work() -> None:
+        async with service() as client:
+            there = AsyncOpenAI(base_url="http://test/v1", api_key="admin", http_client=client, max_retries=0)
+            body = {"lora_name": "sql", "lora_path": str(folders()["sql"])}
+            added = await there.post("/load_lora_adapter", body=body, cast_to=str)
+            assert added == "Success: LoRA adapter 'sql' added successfully."
+            assert [one.id for one in (await there.models.list()).data] == ["base", "sql"]
+            ids, more = list(PROMPTS[0]), {"ignore_eos": True}
+            made = await there.completions.create(
+                model="sql", prompt=ids, max_tokens=12, temperature=0, extra_body=more
+            )
+            assert (made.model, made.choices[0].text) == ("sql", wanted_text("sql", PROMPTS[0]))
+            with pytest.raises(BadRequestError, match="loaded already"):
+                await there.post("/load_lora_adapter", body=body, cast_to=str)
+            gone = await there.post("/unload_lora_adapter", body={"lora_name": "sql"}, cast_to=str)
+            assert gone == "Success: LoRA adapter 'sql' removed successfully."
+            with pytest.raises(NotFoundError):
+                await there.completions.create(model="sql", prompt=ids)
 
     run(work())
 

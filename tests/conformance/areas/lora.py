@@ -16,6 +16,7 @@ import torch
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.checkpoints import CPU, KINDS, loaded, native_backends, prompt, saved
+from tests.model.lora import modules_of
 from triptych.model.checkpoint.adapter_tensors import read_adapter
 from triptych.model.errors import ConfigError
 from triptych.model.network.inputs import packed_input
@@ -77,7 +78,7 @@ def run(report: Report, packages: Packages) -> None:
             _check(report, f"{kind} all-linear", kind, settings, Path(made) / kind)
         for kind in _classifiers():
             task = "TOKEN_CLS" if loaded_config(kind).classifies_tokens else "SEQ_CLS"
-            settings = {"target_modules": "all-linear", "fan_in_fan_out": "gpt2" in kind, "task_type": task}
+            settings = {"target_modules": _of_layers(kind), "fan_in_fan_out": "gpt2" in kind, "task_type": task}
             _check(report, f"{kind} with its classifier", kind, settings, Path(made) / kind)
 
 
@@ -106,6 +107,12 @@ def _classifiers() -> Iterator[str]:
             and config.form != "encoder-decoder"
         ):
             yield kind
+
+
+def _of_layers(kind: str) -> list[str]:
+    """Return the names of the projections of a model's layers, and of BERT's pooler."""
+    modules = modules_of(saved(kind).reference, r"\.\d+\.|\.pooler\.dense")
+    return [name for name in modules if not name.startswith("classifier")]
 
 
 def loaded_config(kind: str) -> Any:
