@@ -16,7 +16,8 @@ from PIL import Image
 
 from tests.engine.support import Running, running
 from tests.model.checkpoints import native_backends, prompt, saved
-from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, with_pictures
+from tests.model.lora import matrices, merged, write_adapter
+from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, with_pictures, write_processor
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.request import Request, Source
 from triptych.model.api.sampling_params import SamplingParams
@@ -347,3 +348,26 @@ def test_a_model_whose_pictures_fit_no_step_reads_none(caplog: pytest.LogCapture
     assert "pictures are not read: max_num_batched_tokens is 12, and one takes 16 tokens of a step" in caplog.text
     with LLM(saved(BOTH_WAYS).path, EngineConfig(**settings, max_num_batched_tokens=16)) as llm:
         assert llm.info.reads_pictures
+
+
+def test_adapters_change_towers_too(tmp_path: Path) -> None:
+    """Check tokens against the merged model, together with requests that have no adapter."""
+    reference = saved(KIND).reference
+    pairs = matrices(reference, r"visual\.blocks\.\d+\.(attn|mlp)|self_attn\.|layers\.\d+\.mlp", 4, seed=4)
+    adapter = write_adapter(tmp_path / "sql", pairs)
+    merged(reference, pairs).save_pretrained(tmp_path / "merged")
+    write_processor(KIND, tmp_path / "merged")
+    settings = EngineConfig(dtype="float32", max_num_seqs=4, block_size=4, kv_cache_memory=1 << 22)
+    prompts = [[*prompt(4), IMAGE, *prompt(3)], [IMAGE, *prompt(6)]]
+    given = dict(params=dict(max_tokens=8, suppress_tokens=[IMAGE], temperature=0.0), images=[[png(THIRD)]] * 2)
+
+    def generated(llm: LLM, **which: Any) -> list[list[int]]:
+        found: list[list[int]] = [[], []]
+        for place, output in llm.stream(prompts, **given, **which):
+            found[place] += output.token_ids
+        return found
+
+    with LLM(tmp_path / "merged", settings) as other, LLM(saved(KIND).path, settings, lora={"sql": adapter}) as llm:
+        plain = generated(llm)
+        assert generated(llm, lora="sql") == generated(other)
+        assert generated(llm) == plain != generated(other)
