@@ -27,7 +27,7 @@ from triptych.service.core.errors import ApiError, invalid, shorten
 from triptych.service.core.models import ServedModel
 from triptych.service.images.pictures import Pictures, pictures_of, spelled_marks, without_files
 from triptych.service.lifecycle.state import Service
-from triptych.service.planning.admission import check_room
+from triptych.service.planning.admission import check_room, loaded_info
 from triptych.service.planning.checks import ReplyShape
 from triptych.service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 
@@ -184,7 +184,8 @@ def _pictures(service: Service, served: ServedModel, conversation: Conversation)
     """Return the pictures of a conversation, which are checked the first time; raises an `ApiError`."""
     if not conversation.pictures:
         found = pictures_of(conversation.messages)
-        conversation.pictures.append(Pictures(service.images, served, found, service.limits.max_detailed_inputs))
+        info, most = loaded_info(service.client, served), service.limits.max_detailed_inputs
+        conversation.pictures.append(Pictures(service.images, served, info, found, most))
     return conversation.pictures[0]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych.model.api.request import ImageSpan
+from triptych.model.api.stats import ModelInfo
 from triptych.model.text.spelled_marks import SpelledMarks
 from triptych.model.vision.pictures import PictureProcessing, PreparedPicture, image_spans
 from triptych.service.core.context_bound import context_exceeded
@@ -77,9 +78,13 @@ def _shown(parts: Sequence[Json]) -> Iterator[Json]:
     return ({"type": _TYPE} if part.get("type") == _TYPE else part for part in parts)
 
 
-def processing_of(served: ServedModel) -> PictureProcessing | None:
-    """Return how a model reads pictures in prompts; None: it does not."""
-    return served.checkpoint.pictures if served.engine.tensor_parallel_size == 1 else None
+def processing_of(served: ServedModel, info: ModelInfo | None = None) -> PictureProcessing | None:
+    """Return how a model reads pictures in prompts; None: it does not.
+
+    `info` is of a loaded model, whose engine knows whether it computes them on its device.
+    """
+    reads = served.engine.tensor_parallel_size == 1 and (info is None or info.reads_pictures)
+    return served.checkpoint.pictures if reads else None
 
 
 def spelled_marks(processing: PictureProcessing) -> SpelledMarks:
@@ -90,12 +95,12 @@ def spelled_marks(processing: PictureProcessing) -> SpelledMarks:
 class Pictures:
     """The pictures of one request: checked at once, decoded when its prompt is known. It keeps what it has decoded."""
 
-    def __init__(self, pool: ImagePool, served: ServedModel, found: Sequence[Json], most: int) -> None:
+    def __init__(self, pool: ImagePool, served: ServedModel, info: ModelInfo, found: Sequence[Json], most: int) -> None:
         """Check the pictures `found`; raises an `ApiError` that names the first that cannot be read."""
         self._served = served
         self._images = pool.request()
         self._prepared: dict[tuple[str, str], PreparedPicture] = {}  # by file and detail
-        self.processing = processing_of(served)
+        self.processing = processing_of(served, info)
         if found and self.processing is None:
             param = found[0]["param"]
             raise invalid(f"{param}: model {served.name} reads text, not images", param, "not_supported")

@@ -103,7 +103,7 @@ class GeneratePlanner:
         if not isinstance(body.prompt, str):
             raise invalid("images: the prompt must be one text, with a mark for each image", "images")
         found = [picture(one, f"images[{at}]", body.image_detail) for at, one in enumerate(body.images or ())]
-        pictures = Pictures(self._images, served, found, self._limits.max_detailed_inputs)
+        pictures = Pictures(self._images, served, info, found, self._limits.max_detailed_inputs)
         for name in ("suffix", "decoder_prompt"):
             if getattr(body, name) is not None:
                 raise invalid(f"images and {name} exclude each other", "images")
