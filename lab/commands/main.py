@@ -13,6 +13,7 @@ _COMMANDS = (
     ("offline", "lab.commands.offline", "engines without a server"),
     ("speculation", "lab.commands.speculation", "what drafts gain and cost"),
     ("served", "lab.commands.served", "other servers, over HTTP"),
+    ("adapters", "lab.commands.adapters", "LoRA adapters, over HTTP"),
     ("quality", "lab.commands.quality", "what narrow numbers cost"),
     ("overhead", "lab.commands.overhead", "what the service adds to the engine"),
     ("front", "lab.commands.front", "what the service costs a token, at any rate"),

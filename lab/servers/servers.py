@@ -32,20 +32,20 @@ _CACHE_GB = 2
 class Server:
     """Describes a server."""
 
-    start: Callable[[str, Path], Site]  # of a benchmark model and its folder
+    start: Callable[..., Site]  # of a benchmark model and its folder, with more options
     version: Callable[[], str]
     extra: str = "{}"  # fields of a completion, with which its events say how many tokens they have
 
 
-def _triptych(*runtime: str) -> Callable[[str, Path], Site]:
-    def start(name: str, folder: Path) -> Site:
-        options = (*runtime, "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES))
+def _triptych(*runtime: str) -> Callable[..., Site]:
+    def start(name: str, folder: Path, *more: str) -> Site:
+        options = (*runtime, "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES), *more)
         return Site([f"{name}={folder}", *options], start_s=_START_S, every_core=True)
 
     return start
 
 
-def _vllm(name: str, folder: Path) -> Site:
+def _vllm(name: str, folder: Path, *more: str) -> Site:
     environment = made("vllm")
     variables = {
         "LD_PRELOAD": ":".join(map(str, preloaded(environment))),
@@ -62,7 +62,7 @@ def _vllm(name: str, folder: Path) -> Site:
         length = min(SEQUENCE_TOKENS, _config(folder)["max_position_embeddings"])
         options += ["--no-enable-prefix-caching", "--max-model-len", str(length)]
     return Site(
-        options,
+        [*options, *more],
         executable=environment / "bin" / "python",
         program=("-m", "vllm.entrypoints.openai.api_server"),
         ready_path="/health",
