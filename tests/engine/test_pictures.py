@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from tests.engine.support import Running, running
-from tests.model.checkpoints import native_backends, prompt, saved
+from tests.model.checkpoints import copied, native_backends, prompt, saved
 from tests.model.lora import matrices, merged, write_adapter
 from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, with_pictures, write_processor
 from triptych.model.api.engine_config import EngineConfig
-from triptych.model.api.request import Request, Source
+from triptych.model.api.request import FinishReason, Request, Source
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.engine.scheduling.scheduled_step import StepBudget
 from triptych.model.engine.scheduling.source_blocks import SourcePasses
@@ -371,3 +371,49 @@ def test_adapters_change_towers_too(tmp_path: Path) -> None:
         plain = generated(llm)
         assert generated(llm, lora="sql") == generated(other)
         assert generated(llm) == plain != generated(other)
+
+
+def test_a_picture_that_cannot_be_encoded_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = running(KIND, budget=16)
+    store = run.runner._pictures
+    assert store is not None
+    begin = store._begin
+
+    def broken(source: Source, adapter: Any) -> Any:
+        if source.digest == SECOND.digest:
+            raise RuntimeError("broken")
+        return begin(source, adapter)
+
+    monkeypatch.setattr(store, "_begin", broken)
+    good, bad = asking("good", [prompt(3), FIRST, prompt(4)]), asking("bad", [prompt(2), SECOND, prompt(4)])
+    for one in (good, bad):
+        run.engine.add(one)
+    run.run()
+    assert [output.finish_reason for output in run.outputs if output.request_id == "bad"] == [FinishReason.ERROR]
+    assert worst(run, [good]) < 1e-4
+
+
+def test_a_request_that_is_cancelled_leaves_no_picture_begun() -> None:
+    run = running(KIND)
+    run.engine.scheduler.source_passes = run.engine.scheduler.pictures._passes = passes = SourcePasses(3)
+    run.engine.add(asking("r", [prompt(3), THIRD, prompt(2)]))
+    run.outputs += run.engine.step(StepBudget(whole_tokens=5))[0]
+    store = run.runner._pictures
+    assert store is not None
+    assert store._ahead is not None
+    run.engine.abort("r", None, FinishReason.CANCELLED)
+    assert (passes.current, store._ahead) == (None, None)
+    run.run()
+
+
+def test_texts_have_the_same_bits_as_without_a_tower(tmp_path: Path) -> None:
+    folder = copied(KIND, tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    settings = EngineConfig(dtype="float32", max_num_seqs=4, block_size=4, kv_cache_memory=1 << 22)
+    found = []
+    for path in (folder, saved(KIND).path):
+        with LLM(path, settings) as llm:
+            assert llm.info.reads_pictures == (path != folder)
+            outputs = [output for _, output in llm.stream([prompt(23)], dict(max_tokens=8, logprobs=5))]
+            found.append([(output.token_ids, output.logprobs) for output in outputs])
+    assert found[0] == found[1]
