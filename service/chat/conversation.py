@@ -12,13 +12,13 @@ from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.chat_template import ChatTemplate
 from triptych.service.chat.formats import ToolFormat, calls_of, reasoning_format
 from triptych.service.chat.message_fit import (
-    ROLES_OF_OTHERS,
     fitted_messages,
     given_ids,
     new_separator,
     parted_messages,
     shown_tools,
     texts_of,
+    without_marks,
 )
 from triptych.service.chat.reply_parser import ReplyFormat
 from triptych.service.chat.tools import Json, ToolUse
@@ -241,14 +241,12 @@ async def _rendered(
     marks, separator = served.require_tokenizer(conversation.param).spelled_marks, conversation.separator
 
     processing = _pictures(service, served, conversation).processing
+    images = None if processing is None else spelled_marks(processing)
 
     def fitted() -> list[Json]:
         fitting = fitted_messages(without_files(conversation.messages), tools, chat, calls)
         found = parted_messages(fitting, marks, separator, conversation.parted)
-        if processing is None:
-            return found
-        others = {one["role"] for one in found} - ROLES_OF_OTHERS
-        return parted_messages(found, spelled_marks(processing), separator, {}, others)
+        return found if images is None else without_marks(found, images, separator)
 
     limits, context = service.limits, service.model_info(served.name).max_model_len
     bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
@@ -261,6 +259,8 @@ async def _rendered(
     messages = await service.threads.run_in_thread(fitted) if is_long else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
     shown = shown_tools(tools, chat.traits)
+    if images is not None:
+        shown = without_marks(shown, images, separator)
     if conversation.continues:
         text = await chat.continued(service.renderers, messages, bound, tools=shown, more=more)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych.model.text.spelled_marks import SpelledMarks
@@ -22,7 +22,7 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
-ROLES_OF_OTHERS = frozenset(("user", "tool"))  # whose texts come from outside
+_OTHERS = ("user", "tool")  # the roles whose texts come from outside
 _PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
@@ -126,18 +126,23 @@ def texts_of(message: Json) -> Iterator[str]:
             yield text
 
 
-def parted_messages(
-    messages: Sequence[Json],
-    marks: SpelledMarks,
-    separator: str,
-    known: dict[str, str],
-    roles: Collection[str] = ROLES_OF_OTHERS,
-) -> list[Json]:
-    """Return the messages with a separator in each mark that `roles` spell; `known` are texts done before."""
-    for text in (text for one in messages if one["role"] in roles for text in texts_of(one)):
+def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str, known: dict[str, str]) -> list[Json]:
+    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before."""
+    for text in (text for one in messages if one["role"] in _OTHERS for text in texts_of(one)):
         if text not in known:
             known[text] = marks.parted(text, separator)
-    return [_parted(one, known) if one["role"] in roles else one for one in messages]
+    return [_parted(one, known) if one["role"] in _OTHERS else one for one in messages]
+
+
+def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:
+    """Return messages or tools with a separator in each mark that any of their texts spells."""
+    if isinstance(value, str):
+        return marks.parted(value, separator)
+    if isinstance(value, list):
+        return [without_marks(one, marks, separator) for one in value]
+    if isinstance(value, dict):
+        return {name: without_marks(one, marks, separator) for name, one in value.items()}
+    return value
 
 
 def _parted(message: Json, known: Mapping[str, str]) -> Json:

@@ -84,7 +84,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _SPECIAL}
     config = {
         **QWEN,
-        "text_config": {**QWEN["text_config"], "vocab_size": 272, "eos_token_id": None},
+        "text_config": {
+            **QWEN["text_config"],
+            "vocab_size": 272,
+            "eos_token_id": None,
+            "max_position_embeddings": 1024,
+        },
         **dict(image_token_id=ids[MARK], video_token_id=ids["<|video_pad|>"]),
         **dict(vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"]),
     }
@@ -254,6 +259,18 @@ def test_a_mark_in_a_text_is_text(role: str, client: Client) -> None:
     assert tokens(MARK) == tokens("") + len(MARK)
 
 
+def test_a_mark_in_a_call_and_in_a_tool_is_text(client: Client) -> None:
+    def tokens(mark: str) -> int:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": mark})}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": [openai_part(FILES[0])]}]
+        tool = {"type": "function", "function": {"name": "f", "description": mark}}
+        reply = client.post("/v1/chat/completions", **ASKED, messages=messages, tools=[tool])
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["prompt_tokens"])
+
+    assert tokens(MARK) == tokens("") + 2 * len(MARK)
+
+
 CHAT, GENERATE, URL = "/v1/chat/completions", "/generate", "http://127.0.0.1:9/x.png"
 BROKEN = openai_part(FILES[0][:900])
 
@@ -271,7 +288,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         (CHAT, said(openai_part(FILES[0], detail="x")), "messages[0].content[0].image_url.detail", "auto"),
         (CHAT, said(openai_part(FILES[0]), role="system"), "messages[0].content[0].image_url.url", "users and tools"),
         (CHAT, said(*[openai_part(b"")] * 257), "messages[0].content[256].image_url.url", "256 images"),
-        (CHAT, said(*[openai_part(FILES[0])] * 20), "messages", "images of more than"),
+        (CHAT, said(*[openai_part(FILES[0])] * 40), "messages", "images of more than"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
          "input[0].content[0].image_url", "no addresses"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["AAAA"]}]}, "", "messages[0].images[0]: not an image"),
