@@ -224,6 +224,27 @@ PANELS = (
         "Outputs a second. Many `repeated`: not the model's language, or not speech.",
         stacked=True,
     ),
+    # Names of keys; a service without keys has none
+    Panel(
+        "Tokens by name of key",
+        "short",
+        (("{{tenant}}", rate("tenant_tokens_total", "tenant", _MODEL + ',kind!="cached"')),),
+        "Tokens of prompts and outputs, a second.",
+        stacked=True,
+    ),
+    Panel(
+        "Requests by name of key",
+        "reqps",
+        (("{{tenant}} {{outcome}}", rate("tenant_requests_total", "tenant, outcome", 'model=~"$model|"')),),
+        "`rejected`: by a quota, by load, or for their content; Refused by reason has `quota_*`.",
+    ),
+    Panel(
+        "Engine time by name of key",
+        "short",
+        (("{{tenant}}", rate("tenant_engine_seconds_total", "tenant")),),
+        "Requests in the engine, on average.",
+        stacked=True,
+    ),
     # Failures
     Panel(
         "Preemptions",
