@@ -96,7 +96,8 @@ class LeasedAllowance:
     def __init__(self, name: str, kind: Kind, limit: int) -> None:
         self.name, self.kind, self.limit = name, kind, limit
         self._stock = self._spent = self._returned = self._held = self._demand = 0
-        self._refused, self._refused_at = 0, -_EVERY_SECONDS
+        self._refused, self._refused_at = 0, -_EVERY_SECONDS  # the units that the bank refused last
+        self._until = 0.0  # when it may have them
         self._before = 0  # the stock when the bank was asked
         self._grant = Grant(0, limit, 0.0, 0.0)
         self._granted = 0.0
@@ -135,8 +136,8 @@ class LeasedAllowance:
 
     def wait(self, units: int, now: float) -> float:
         """Return the seconds until `units` are left, by the last answer of the bank."""
-        seconds = self._grant.full if units >= self.limit else max(_EVERY_SECONDS, self._grant.wait)
-        return max(0.0, seconds - (now - self._granted))
+        until = self._granted + self._grant.full if units >= self.limit else self._until
+        return max(0.0, until - now)
 
     # -- exchanges with the bank
 
@@ -163,6 +164,7 @@ class LeasedAllowance:
         self._stock += grant.units
         if grant.units < ask.needed:
             self._refused, self._refused_at = ask.needed, now
+            self._until = now + max(_EVERY_SECONDS, grant.wait)
         self._grant, self._granted = grant, now
 
     def restore(self, ask: Ask) -> None:

@@ -46,7 +46,7 @@ def scraped(embedded_service: ServiceProcess) -> set[str]:
         httpx.post(url + path, json=body, timeout=60)
     text = httpx.get(f"{url}/metrics").text
     gauges = set(re.findall(r"^# TYPE (\w+) gauge$|^# TYPE (triptych_tenant_\w+) counter$", text, re.MULTILINE))
-    gauges = {name for pair in gauges for name in pair if name}  # with counters of names of keys, of which it has none
+    gauges = {name for pair in gauges for name in pair if name}  # and counters by name of key: it has no keys
     return gauges | {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 

@@ -99,6 +99,11 @@ def test_a_quota_that_one_replica_used_is_refused_by_another_with_the_time() -> 
         with pytest.raises(ApiError) as refused:
             await cluster.quotas[1].enter(RequestContext("r", tenant=tenant))
         assert 35 <= int(refused.value.headers["Retry-After"]) <= 41
+        for leases in cluster.leases:
+            await leases.exchange()
+        with pytest.raises(ApiError) as again:  # refused without a question
+            await cluster.quotas[1].enter(RequestContext("r", tenant=tenant))
+        assert again.value.headers == refused.value.headers
         await cluster.pass_time(41)
         assert await cluster.admits(tenant, 1)
 
