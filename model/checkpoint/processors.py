@@ -50,7 +50,7 @@ PICTURE_SETTINGS = {  # of the processors of models that read pictures in prompt
     **IMAGE_SETTINGS,
     **table(
         served=(
-            *("patch_size", "merge_size", "min_pixels", "max_pixels", "pooling_kernel_size", "max_soft_tokens"),
+            *("patch_size", "merge_size", "min_pixels", "max_pixels"),
             *("max_image_size", "do_image_splitting"),
         ),
         refused=("pad_size",),

@@ -22,7 +22,6 @@ class GridPositions(StrEnum):
     RESAMPLED = "resampled"  # bilinearly, the table's corners at the picture's (Qwen)
     FIXED = "fixed"  # pictures have as many rows and columns as the table (CLIP, SigLIP)
     NEAREST = "nearest"  # that of the table's part in which the patch begins (Idefics 3)
-    AXES = "axes"  # the sum of one of its row and one of its column: two tables of `grid` vectors (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class PatchConfig:
     grid: int | None = None  # positions a side of a learned table; None: there is none
     positions: GridPositions = GridPositions.RESAMPLED
     first: bool = False  # a learned vector goes before the patches, with the table's first position (CLIP)
-    channels_last: bool = False  # the matrix reads a patch's pixels one by one (Gemma 4), not channel by channel
 
     def __post_init__(self) -> None:
         require_positive(size=self.size, merge=self.merge, channels=self.channels, frames=self.frames)

@@ -31,8 +31,7 @@ class Pictures(nn.Module):
         self.first = nn.Parameter(torch.empty(size)) if patches.first else None
         self.table: nn.Parameter | None = None
         if patches.grid is not None:
-            axes = patches.positions is GridPositions.AXES
-            self.table = nn.Parameter(torch.empty(2 * patches.grid if axes else patches.grid**2 + patches.first, size))
+            self.table = nn.Parameter(torch.empty(patches.grid**2 + patches.first, size))
         self.merger = Merger(config.merger, patches.merge**2, size, width, linear.within("merger"))
         self.deep = nn.ModuleList(
             Merger(config.deep_merger, patches.merge**2, size, width, linear.within(f"deep.{place}"))
@@ -148,8 +147,6 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> Tensor:
     """Return the pixels `[C, H, W]` of a picture as patches `[N, elements]`, in the order of their places."""
     (channels, height, width), size, merge = pixels.shape, config.size, config.merge
     cut = pixels.reshape(channels, height // config.cell, merge, size, width // config.cell, merge, size)
-    if config.channels_last:
-        return cut.permute(1, 4, 2, 5, 3, 6, 0).flatten(4).flatten(0, 3)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # [N, C, size, size]
     return cut[:, :, None].expand(-1, -1, config.frames, -1, -1).flatten(1)
 
@@ -173,9 +170,6 @@ def positions_of(table: Tensor, config: PatchConfig, places: Tensor, sides: tupl
     match config.positions:
         case GridPositions.RESAMPLED:
             return resampled(table, config.grid, places, sides)
-        case GridPositions.AXES:
-            both = to_device(torch.stack((row, column + config.grid)), table.device)
-            return table[both[0]] + table[both[1]]
         case GridPositions.NEAREST:
             row, column = (_part(at, side, config.grid) for at, side in zip(places, sides, strict=True))
         case GridPositions.FIXED:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MOST_RATIO = 200  # of the longer side to the shorter, of `Way.AREA`
 _LONGEST_TILED = 4_096  # pixels of the longer side, of `Way.TILES`
 MOST_ROWS = 4_096  # positions of a picture, or of a tile
-_LOW, _LOW_POSITIONS = 512, 70  # pixels a side, or positions, that the detail "low" leaves
+_LOW = 512  # pixels a side that the detail "low" leaves
 
 
 class Way(StrEnum):
@@ -43,13 +43,11 @@ class Way(StrEnum):
     AREA = "area"  # its own proportions, between two numbers of pixels (Qwen)
     LONGEST = "longest"  # its own proportions, up to a longest side (Pixtral)
     TILES = "tiles"  # squares of one size, then the whole as one more (Idefics 3)
-    PATCHES = "patches"  # its own proportions, as many patches as there may be (Gemma 4)
 
 
 _CLASSES = {
     **dict.fromkeys(("CLIP", "Siglip", "Llava", "Gemma3", "ViT", "Bit", "DeiT"), Way.SQUARE),
     **{"Qwen2VL": Way.AREA, "Pixtral": Way.LONGEST, "Idefics3": Way.TILES, "SmolVLM": Way.TILES},
-    "Gemma4": Way.PATCHES,
 }
 
 
@@ -74,7 +72,7 @@ class PreparedPicture:
 class PictureProcessing(ImageProcessing):
     """How the pictures of one model are resized and cut, and what stands for them in a prompt.
 
-    `least` and `most` are pixels (`AREA`), pixels of the longest side (`LONGEST`, `TILES`) or patches (`PATCHES`).
+    `least` and `most` are pixels (`AREA`), or those of the longest side (`LONGEST`, `TILES`).
     """
 
     way: Way
@@ -124,7 +122,7 @@ class PictureProcessing(ImageProcessing):
         sides = {Way.SQUARE: self.size, Way.TILES: self.tile, Way.LONGEST: self.most + side - 1}
         if self.way in sides:
             return (sides[self.way] // side) ** 2
-        return self.most // self.merge**2 if self.way is Way.PATCHES else self.most // side**2
+        return self.most // side**2
 
     def bounded(self) -> PictureProcessing:
         """Return the processing that makes no more than `MOST_ROWS` of a picture, whose memory has to be there."""
@@ -135,7 +133,7 @@ class PictureProcessing(ImageProcessing):
 
     def _low(self) -> PictureProcessing:
         """Return the processing of pictures that are to take few positions."""
-        most = {Way.AREA: _LOW**2, Way.LONGEST: _LOW, Way.PATCHES: _LOW_POSITIONS * self.merge**2}.get(self.way)
+        most = {Way.AREA: _LOW**2, Way.LONGEST: _LOW}.get(self.way)
         most = self.most if most is None else min(self.most, most)
         least = min(self.least, most) if self.way == Way.AREA else self.least
         return replace(self, most=most, least=least, splits=False)
@@ -144,7 +142,7 @@ class PictureProcessing(ImageProcessing):
         """Return what the tower reads, resized: the picture or its tiles, with the rows and columns of tiles."""
         if self.way == Way.TILES:
             return self._tiled(image)
-        sides = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest, Way.PATCHES: self._by_patches}.get(self.way)
+        sides = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest}.get(self.way)
         return [self.resized(image) if sides is None else self._at(image, *sides(image.width, image.height))], (0, 0)
 
     def _at(self, image: Image.Image, width: int, height: int) -> Image.Image:
@@ -179,19 +177,6 @@ class PictureProcessing(ImageProcessing):
             width, height = math.floor(width / ratio), math.floor(height / ratio)
         side = self.patch * self.merge
         return ((width - 1) // side + 1) * side, ((height - 1) // side + 1) * side
-
-    def _by_patches(self, width: int, height: int) -> tuple[int, int]:
-        """The most blocks with about the picture's proportions; of a thin picture one row or column."""
-        side, blocks = self.patch * self.merge, self.most // self.merge**2
-        factor = math.sqrt(self.most * self.patch**2 / (height * width))
-        across, down = math.floor(factor * width / side), math.floor(factor * height / side)
-        if down == 0 and across > 0:
-            across, down = min(width // height, blocks), 1
-        elif across == 0 and down > 0:
-            across, down = 1, min(height // width, blocks)
-        if not 0 < across * down <= blocks:
-            raise ImageError(f"the image has {width} x {height} pixels, which make no whole patches of this model")
-        return across * side, down * side
 
     def _tiled(self, image: Image.Image) -> tuple[list[Image.Image], tuple[int, int]]:
         """Return the tiles of a picture by rows, then the whole as one more; a small one is the whole alone."""
@@ -236,7 +221,6 @@ _SPELLED = {
     **{"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
     **{"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
 }
-_BETWEEN = dict(token="{image_token}", mark="{image_token}", before="{boi_token}", after="{eoi_token}")
 _TILED = dict(
     token="{image_token}",
     mark="{image_token}",
@@ -251,7 +235,6 @@ _TEXTS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
         dict(token="{image_token}", mark="{boi_token}", before="\n\n{boi_token}", after="{eoi_token}\n\n"),
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
-    "Gemma4": (_BETWEEN, {"image_token": "<|image|>"}),
     "Pixtral": (
         dict(token="{image_token}", mark="{image_token}", row_end="{image_break_token}", after="{image_end_token}"),
         {"image_token": "[IMG]"},
@@ -319,9 +302,6 @@ def _bounds(way: Way, settings: Mapping[str, Any], side: int, merge: int, where:
         if most < side**2:
             raise ConfigError(f"{where}: size.longest_edge must be {side**2} pixels or more, found {most}")
         return {"least": least, "most": most}
-    if way is Way.PATCHES:
-        soft = _number(settings, "max_soft_tokens", MAX_PIXELS // side**2, where)
-        return {"most": soft * merge**2}
     most = _number(size, "longest_edge", LONGEST_SIDE, f"{where}: size")
     if way is Way.LONGEST:
         return {"most": most}

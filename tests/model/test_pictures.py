@@ -14,7 +14,6 @@ import pytest
 import transformers
 from PIL import Image
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.model.test_images import file, picture
@@ -28,12 +27,11 @@ WHERE = "preprocessor_config.json"
 SIZES = [(1, 1), (37, 211), (224, 224), (333, 250), (611, 60), (200, 461), (7, 130)]
 
 
-def blocks(pixels: np.ndarray, patch: int, merge: int, order: str) -> np.ndarray:
-    """Return the patches of `[3, H, W]` in blocks; `order` is that of the pixels of a patch."""
+def blocks(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Return the patches of `[3, H, W]` in blocks."""
     side, down, across = patch * merge, pixels.shape[1] // (patch * merge), pixels.shape[2] // (patch * merge)
     cut = pixels[:, : down * side, : across * side].reshape(3, down, merge, patch, across, merge, patch)
-    inner = (0, 3, 6) if order == "chw" else (3, 6, 0)
-    return cut.transpose(1, 4, 2, 5, *inner).reshape(down * across * merge**2, -1)
+    return cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(down * across * merge**2, -1)
 
 
 def normalised(made: PictureProcessing, found: PreparedPicture) -> np.ndarray:
@@ -58,7 +56,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "qwen older": ("qwen2_5_vl", "Qwen2VL", {"min_pixels": 3136, "max_pixels": 30000}, 14, 2),
     "pixtral": ("mistral3", "Pixtral", {"size": {"longest_edge": 100}, "patch_size": 28}, 14, 2),
     "pixtral of llava": ("llava", "Pixtral", {"patch_size": {"height": 16, "width": 16}}, 16, 1),
-    "gemma4": ("gemma4", "Gemma4", {"max_soft_tokens": 70}, 16, 3),
     "smolvlm": (
         "smolvlm",
         "SmolVLM",
@@ -94,14 +91,8 @@ def processed(kind: str, settings: dict[str, Any], data: bytes, patch: int, merg
         frames = values.reshape(len(values), 3, 2, patch, patch)
         np.testing.assert_array_equal(frames[:, :, 0], frames[:, :, 1])
         return frames[:, :, 0].reshape(len(values), -1), found
-    if kind == "Gemma4":  # patches by rows, then padding
-        rows = found["image_position_ids"][0]
-        number = int((rows[:, 0] >= 0).sum())
-        across, down = rows[:number].max(0) + 1
-        grid = values[0, :number].reshape(down // merge, merge, across // merge, merge, -1)
-        return grid.transpose(0, 2, 1, 3, 4).reshape(number, -1), found
     tiles = values[0] if extra else values
-    return np.concatenate([blocks(tile, patch, merge, "chw") for tile in tiles]), found
+    return np.concatenate([blocks(tile, patch, merge) for tile in tiles]), found
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -113,8 +104,7 @@ def test_a_prompts_picture_is_that_of_transformers(case: str, size: tuple[int, i
         {"image_processor_type": f"{kind}ImageProcessorFast", **settings}, model_type, patch, merge, {}, WHERE
     )
     found = made.prepare_picture(data)
-    order = "hwc" if kind == "Gemma4" else "chw"
-    ours = np.concatenate([blocks(part, patch, merge, order) for part in normalised(made, found)])
+    ours = np.concatenate([blocks(part, patch, merge) for part in normalised(made, found)])
     patches, all_found = processed(kind, settings, data, patch, merge)
     assert ours.shape == patches.shape
     assert np.abs(ours - patches).max() < 2e-6
@@ -134,9 +124,6 @@ def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -
         )
         whole = f"\n\n{tokenizer.boi_token}{tokenizer.image_token * positions}{tokenizer.eoi_token}\n\n"
         return str(Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), found, 0))
-    if case == "gemma4":
-        tokens = SimpleNamespace(boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>")
-        return str(Gemma4Processor.replace_image_token(tokens, found, 0))
     if case.startswith("pixtral"):
         height, width = found["image_sizes"][0]  # its processor cannot be imported without torchvision
         rows = ["[IMG]" * (width // patch // merge)] * (height // patch // merge)
@@ -152,14 +139,13 @@ def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -
     return "<image>" * positions
 
 
-@pytest.mark.parametrize("case", ["qwen", "pixtral of llava", "gemma4", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen", "pixtral of llava", "smolvlm", "gemma3"])
 def test_a_low_detail_takes_no_more_positions(case: str) -> None:
     model_type, kind, settings, patch, merge = CASES[case]
     made = picture_processing(
         {
             **settings,
             "image_processor_type": f"{kind}ImageProcessor",
-            **({"max_soft_tokens": 280} if case == "gemma4" else {}),
         },
         model_type,
         patch,
@@ -222,7 +208,6 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
         ("SmolVLM", {"max_image_size": {"longest_edge": 2800}}, "2800 pixels a side are more than 64 x 28"),
         ("Siglip", {"size": {"height": 2800, "width": 2800}}, "2800 pixels a side"),
         ("Llava", {"do_pad": True}, "do_pad = true"),
-        ("Gemma4", {"max_soft_tokens": True}, "max_soft_tokens must be a number"),
     ],
     ids=str,
 )

@@ -169,8 +169,7 @@ def _prepared(report: Report, case: str, size: tuple[int, int]) -> None:
         else:
             report.fails(name, str(error))
         return
-    order = "hwc" if kind == "Gemma4" else "chw"
-    ours = np.concatenate([blocks(part, patch, merge, order) for part in normalised(made, found)])
+    ours = np.concatenate([blocks(part, patch, merge) for part in normalised(made, found)])
     theirs, whole = processed(kind, settings, data, patch, merge)
     text = placeholder(case, whole, patch, merge, found.num_positions)
     same = ours.shape == theirs.shape and bool(np.abs(ours - theirs).max() < 2e-6)
