@@ -246,6 +246,26 @@ def test_pictures_are_seen_both_ways(backend: AttentionBackend, window: int | No
     assert (ReferenceBackend().forward(q, k, v, layer, plain, config) - expected).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("window", [None, 70])
+def test_pictures_are_seen_both_ways_in_tiles(window: int | None) -> None:
+    """Check contexts that the C kernels compute in bfloat16, in blocks of keys that a picture goes across."""
+    config, length, size = AttentionConfig(HEADS, 2, 64, 0.125, window=window), 400, 150
+    stack = StackConfig((LayerConfig(config, MLPConfig(8, Activation.RELU), (Norms(), Norms())),), HEADS * 64, True)
+    (layer,) = KVCache(stack, [length // BLOCK], BLOCK, torch.bfloat16, CPU).layers
+    torch.manual_seed(0)
+    layer.keys.normal_()
+    layer.values.normal_()
+    table, places = torch.arange(length // BLOCK)[None], range(length - size, length)
+    ends = torch.tensor([340 if 250 <= at < 340 else at + 1 for at in places])
+    q, k, v = (torch.randn(size, heads, 64).bfloat16() for heads in (HEADS, 2, 2))
+    seen = AttentionMetadata((size,), (length,), True, CPU, table, torch.tensor(places), key_ends=ends)
+    expected = ReferenceBackend().forward(q, k, v, layer, seen, config).float()
+    plain = AttentionMetadata((size,), (length,), True, CPU, table, torch.tensor(places))
+    for backend in native_backends():
+        assert (backend.forward(q, k, v, layer, seen, config).float() - expected).abs().max() < 0.01
+        assert (backend.forward(q, k, v, layer, plain, config).float() - expected).abs().max() > 0.1
+
+
 def test_scales_are_quotients_of_tensors() -> None:
     """On a GPU torch multiplies by a number's reciprocal, which differs from the kernels' scale in the last bit."""
 
