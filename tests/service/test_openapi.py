@@ -41,7 +41,8 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         f"cls={checkpoints.bert(folder / 'classifier', classes=3)}",
     ]
     (folder / "llama" / "chat_template.jinja").write_text(CHAT)
-    with running([*models, "--runtime", request.param, "--log-format", "json"]) as started:
+    options = ["--runtime", request.param, "--log-format", "json", "--state-dir", str(folder / "state")]
+    with running([*models, *options]) as started:
         yield started
 
 
