@@ -75,7 +75,8 @@ def test_outputs_do_not_depend_on_the_order_of_kinds(seed: int, overlap: bool) -
     for at in range(16):
         priority = random_.choice([0, 5, BACKGROUND_PRIORITY])
         name = f"{at}-{priority}"
-        made.append(harness.add(name, random_.randint(1, 20), priority=priority, max_tokens=random_.randint(1, 12)))
+        settings = {"priority": priority, "max_tokens": random_.randint(1, 12), "tenant": random_.choice("ab")}
+        made.append(harness.add(name, random_.randint(1, 20), **settings))
         for _ in range(random_.randint(0, 3)):
             step(harness, random_.random() < 0.5)
     for _ in range(2000):
