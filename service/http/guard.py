@@ -128,6 +128,8 @@ class Guard:
             if context is not None:
                 context.tenant = line.tenant
             _check_time(line)
+            if line.only and scope["path"] != line.only:
+                raise forbidden(f"this key opens {line.only} alone", "key_not_allowed")
 
     def _check_admin_key(self, admins: KeyRing, headers: Headers) -> None:
         """Raise a 401 without an admin key, a 403 with a key that is only an API key."""

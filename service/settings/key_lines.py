@@ -56,6 +56,7 @@ class KeyLine:
     tenant: Tenant
     key: bytes | Hashed  # the digest of a key that the file has in plain, else its hash
     expires: float = math.inf  # seconds since 1970
+    only: str = ""  # the one route that it opens, such as /metrics; empty: all
 
     @property
     def has_expired(self) -> bool:
@@ -129,8 +130,8 @@ def read_line(words: list[str], place: str, for_admins: bool = False) -> KeyLine
             given[field] = read(value)
         except ValueError as error:
             raise ConfigError(f"{place}: {label}: found {value[:40]!r}, expected {error}") from None
-    expires = given.pop("expires", math.inf)
-    return KeyLine(Tenant(name, f"name:{name}", **given), _key_of(key, place), expires)
+    expires, only = given.pop("expires", math.inf), given.pop("only", "")
+    return KeyLine(Tenant(name, f"name:{name}", **given), _key_of(key, place), expires, only)
 
 
 def _key_of(word: str, place: str) -> bytes | Hashed:
@@ -155,6 +156,12 @@ def _check_alike(found: Iterable[tuple[str, KeyLine]]) -> None:
                 f"{place}: {line.tenant.name} has other options on an earlier line; keys of one name share its "
                 "quotas, so give them the same options (expires may differ)"
             )
+
+
+def _only(text: str) -> str:
+    if text != "metrics":
+        raise ValueError("metrics, for a key that reads /metrics alone")
+    return f"/{text}"
 
 
 def _count(text: str) -> int:
@@ -191,6 +198,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {  # name in the file: f
     "priority": ("priority", _priority),
     "models": ("models", _models),
     "expires": ("expires", _expiry),
+    "only": ("only", _only),
 }
 
 

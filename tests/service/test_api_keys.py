@@ -164,6 +164,18 @@ def test_an_expired_key_says_so(file: Path) -> None:
     assert ask(app, "GET", "/info", headers=bearer("new")).status_code == 200
 
 
+def test_a_key_may_be_for_metrics_alone(file: Path) -> None:
+    file.write_text("prometheus p1 only=metrics\nalice a1\n")
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+    assert ask(app, "GET", "/metrics", headers=bearer("p1")).status_code == 200
+    for method, path in (("GET", "/info"), ("GET", "/v1/models"), ("POST", "/generate"), ("GET", "/nowhere")):
+        refused = ask(app, method, path, headers=bearer("p1"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_not_allowed"), path
+    assert ask(app, "GET", "/info", headers=bearer("a1")).status_code == 200
+    with pytest.raises(ConfigError, match="only: found 'all', expected metrics"):
+        read_lines("prometheus p1 only=all", "the file")
+
+
 def test_a_key_that_is_a_hash_is_computed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, hashed = new_key()
     file.write_text(f"alice {hashed}\nbob plain\n")
