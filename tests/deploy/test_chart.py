@@ -164,6 +164,30 @@ def test_scalers_look_at_the_pods_of_their_release() -> None:
     assert named == re.findall(r"(triptych_\w+)\{", saturation["query"] + tokens["query"])
 
 
+def test_an_endpoint_picker_chooses_among_the_pods_of_the_release() -> None:
+    chart = CHARTS["inference-pool"]
+    pool, (rule,) = of_kind(chart, "InferencePool"), of_kind(chart, "HTTPRoute")["spec"]["rules"]
+    name = pool["metadata"]["name"]
+    assert rule["backendRefs"] == [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name}]
+    selector = pool["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= of_kind(chart, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    (container,) = pod(chart)["containers"]
+    assert pool["spec"]["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    assert config(chart).settings.vllm_metrics and not config(CHARTS["production"]).settings.vllm_metrics
+    with pytest.raises(helm.helm_python().HelmError, match=r"inferencePool needs gateway\.enabled"):
+        helm.render({"gateway": {"inferencePool": {"picker": "x"}}})
+
+
+def test_an_ingress_passes_streams_on_and_waits_as_long_as_the_service() -> None:
+    ingress = of_kind(CHARTS["ingress"], "Ingress")
+    ((rule,), service) = (ingress["spec"]["rules"], of_kind(CHARTS["ingress"], "Service"))
+    (path,) = rule["http"]["paths"]
+    assert path["backend"]["service"] == {"name": service["metadata"]["name"], "port": {"name": "http"}}
+    nginx = {name.rpartition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()}
+    assert nginx["proxy-buffering"] == "off"
+    assert int(nginx["proxy-read-timeout"]) == ServeConfig(config(CHARTS["defaults"]).models).proxy_timeout_s
+
+
 def test_the_route_leads_to_the_service_and_waits_as_long_as_it() -> None:
     route = of_kind(CHARTS["production"], "HTTPRoute")["spec"]
     ((rule,), service) = (route["rules"], of_kind(CHARTS["production"], "Service"))

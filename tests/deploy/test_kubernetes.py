@@ -42,6 +42,7 @@ OPERATORS = {
     "PrometheusRule",
     "ScaledObject",
     "HTTPRoute",
+    "InferencePool",
 }  # kinds that Kubernetes does not define
 
 

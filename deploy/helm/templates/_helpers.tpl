@@ -49,6 +49,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if .Values.keys.admin }}{{ $_ := set $made "admin_key_file" "/run/secrets/triptych/admin_keys" }}{{ end }}
 {{- if gt (int .Values.gpu.count) 0 }}{{ $_ := set $made "device" "cuda" }}{{ end }}
 {{- if gt (int .Values.gpu.count) 1 }}{{ $_ := set $made "tensor_parallel_size" .Values.gpu.count }}{{ end }}
+{{- if .Values.gateway.inferencePool.picker }}{{ $_ := set $made "metrics" "vllm" }}{{ end }}
 {{- if .Values.models }}{{ $_ := set $made "models" .Values.models }}{{ end }}
 {{- with .Values.volume }}
 {{- if and .enabled .modelsDir.enabled }}
