@@ -12,15 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.checkpoints import CPU, load_native, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import CPU, by_layer, load_native, loaded, native_backends, prompt, saved
+from tests.model.gguf_files import converted
 from tests.model.lora import matrices, merged, root_scale, write_adapter
+from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint.adapter_tensors import read_adapter
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.inputs import packed_input
 from triptych.model.network.lora import AdapterRuns, LoraAdapter
 from triptych.model.network.lora_weights import load_adapter
 from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 LAYERS = r"layers?\.\d+\.|\.h\.\d+\."  # projections of layers, not the output
@@ -65,6 +69,16 @@ def test_rows_are_those_of_merged_weights(kind: str, native: bool, tmp_path: Pat
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
     without = logits(model, [None] * 4)
     assert (ours - without).abs().max() > 0.01 * theirs.abs().max(), "the adapters change nothing"
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])
+def test_adapters_fit_a_base_in_gguf(kind: str, tmp_path: Path) -> None:
+    """The file has other names and another order of rows (Llama's queries and keys)."""
+    checkpoint = read_checkpoint(converted(kind, tmp_path))
+    model = load_model(checkpoint, by_layer(SdpaBackend(), checkpoint.config, torch.float32), LinearFactory())
+    (sql, fr), (merged_sql, merged_fr) = adapters_of(kind, tmp_path, model)
+    theirs = expected([merged_sql, saved(kind).reference, merged_fr, merged_sql])
+    assert (logits(model, [sql, None, fr, sql]) - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
 FORMATS = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int4")]
