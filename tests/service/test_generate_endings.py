@@ -149,6 +149,9 @@ class Others:
     def fleet(self, local: LocalFleet) -> Fleet:
         return local
 
+    def leases(self) -> None:
+        """Each replica has its own quotas."""
+
     async def cancel(self, request_id: str) -> int:
         if self.app is None:
             raise TimeoutError
