@@ -58,6 +58,9 @@ class Siblings:
         fleets = [fleet for name, fleet in self._cluster.fleets.items() if name != self._name]
         return list(await asyncio.gather(*(fleet.follow(command) for fleet in fleets)))
 
+    def leases(self) -> None:
+        """Share no quotas."""
+
     async def cancel(self, request_id: str) -> int:
         raise AssertionError("no test cancels")
 
