@@ -30,8 +30,12 @@ COPY loadtest loadtest
 COPY deploy/image deploy/image
 RUN sh deploy/image/kernels.sh \
  && pip install --no-deps --no-build-isolation . \
- && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json \
+ && python deploy/image/slim.py && cp deploy/image/slim.py deploy/image/sbom.py /opt \
  && mkdir /models /weights /kernels
+# From another folder, where the installed package is imported and not the sources. Byte code of what serving imports is kept,
+# as a container with a read-only root would compile it at each start.
+WORKDIR /opt
+RUN python slim.py --warm && python sbom.py /opt/triptych/sbom.cdx.json
 
 # Triton compiles what starts its kernels when it meets a GPU; a CPU's image has no compiler.
 FROM ${BASE_IMAGE} AS base

