@@ -26,6 +26,9 @@ _UNUSED = (
     "**/__pycache__",
     "pip",
     "pip-*.dist-info",
+    "setuptools*",
+    "_distutils_hack",
+    "distutils-precedence.pth",
     "torch/include",  # headers for extensions: there is no compiler here
     "torch/share",
     "torch/test",
@@ -40,6 +43,9 @@ _UNUSED = (
     "ray/train",
     "ray/tune",
     "ray/dashboard/client",  # pages
+    "ray/_private/runtime_env/agent/thirdparty_files",  # an aiohttp of its own, which it does without
+    "PIL/_avif*",  # no model reads such files
+    "pillow.libs/libavif*",
     "virtualenv/seed/wheels/embed/*.whl",  # pip and setuptools for new environments
     "**/*.a",
     "**/*.h",
