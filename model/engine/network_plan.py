@@ -46,17 +46,15 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
     """Read a folder's settings and choose what computes it; raises `ConfigError`."""
     asked = spec.engine
     checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle)
-    if asked.tensor_parallel_size > 1 and checkpoint.pictures is not None:
-        checkpoint = checkpoint.without_pictures(f"tensor_parallel_size is {asked.tensor_parallel_size}")
     device = resolve_device(asked.device)
-    limits = batch_limits(asked, device)
-    checkpoint = _with_pictures_that_fit(checkpoint, limits, device)
     if device.type == "cuda":
         use_kernel_cache()
         add_in_float32()
+    checkpoint = _with_pictures_that_fit(checkpoint, asked, device)
     dtype = choose_dtype(asked.dtype, checkpoint.config, device).dtype
     _check_ranks(asked, checkpoint.config, device)
     check_kv_dtype(asked, device)
+    limits = batch_limits(asked, device)
     context = max_context(asked, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(context))
     selection = select_kernels(asked, checkpoint.config, device, dtype)
@@ -68,14 +66,16 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
     return NetworkPlan(spec, checkpoint, device, limits, context, selection, linear, draft)
 
 
-def _with_pictures_that_fit(checkpoint: Checkpoint, limits: BatchLimits, device: torch.device) -> Checkpoint:
+def _with_pictures_that_fit(checkpoint: Checkpoint, engine: EngineConfig, device: torch.device) -> Checkpoint:
     """Return a checkpoint that reads pictures only if their tokens can be computed together where they must be."""
     pictures, config = checkpoint.pictures, checkpoint.config.pictures
+    if pictures is not None and engine.tensor_parallel_size > 1:
+        return checkpoint.without_pictures(f"tensor_parallel_size is {engine.tensor_parallel_size}")
     if pictures is None or config is None or not config.both_ways:
         return checkpoint
     if device.type == "cuda":
         return checkpoint.without_pictures("their tokens see each other both ways, which is computed on a CPU alone")
-    rows, most = pictures.most_rows, limits.max_num_batched_tokens
+    rows, most = pictures.most_rows, batch_limits(engine, device).max_num_batched_tokens
     if rows > most:
         return checkpoint.without_pictures(f"max_num_batched_tokens is {most}, and one takes {rows} tokens of a step")
     return checkpoint

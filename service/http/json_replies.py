@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -111,6 +112,8 @@ class Generation:
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
         """Join deltas into choices, in order."""
+        if len(self._plan.requests) * self._plan.n == 1 and deltas:
+            return [_join(deltas)]
         groups: dict[int, list[Json]] = {}
         for delta in deltas:
             groups.setdefault(delta["index"], []).append(delta)
@@ -256,14 +259,19 @@ def token_logprob(tokenizer: Tokenizer | None, one: TokenLogprob) -> Json:
 
 
 def _join(deltas: Sequence[Json]) -> Json:
-    """Join the deltas of one choice: texts and lists are concatenated, of other fields the last value is kept."""
-    choice: Json = {}
+    """Join the deltas of one choice: texts and lists are concatenated, of other fields the last value is kept.
+
+    A choice may have 65,536 deltas, so those that only have the fields of the first one are not merged one by one.
+    """
+    choice: Json = dict(deltas[0])
     for delta in deltas:
-        choice |= delta
-    choice["text"] = "".join(delta["text"] for delta in deltas)
+        if delta.keys() != choice.keys():
+            choice |= delta
+    choice |= deltas[-1]
+    choice["text"] = "".join([delta["text"] for delta in deltas])
     for name in ("token_ids", "logprobs"):
         if name in choice:
-            choice[name] = [item for delta in deltas for item in delta.get(name, ())]
+            choice[name] = [*chain.from_iterable([delta[name] for delta in deltas if name in delta])]
     return choice
 
 

@@ -37,7 +37,7 @@ class Example:
     """
 
     ability: str
-    body: Mapping[str, Any] | None = None
+    body: Mapping[str, Any] | list[Any] | None = None
     own: bool = False
 
 

@@ -222,7 +222,10 @@ class Metrics:
         if self._vllm_names:
             families += vllm_families(families, client.models)
             families += lora_families(client.stats().values(), self._max_loras, self.loading_adapters)
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # of a version that is no number
+            encode, content_type = choose_encoder("")
         return encode(_Families(families)), content_type
 
     async def update_forever(self, client: EngineClient) -> None:

@@ -18,9 +18,9 @@ from triptych.service.core.errors import invalid
 from triptych.service.core.models import Models, ServedModel, Task
 from triptych.service.images.image_pool import ImagePool
 from triptych.service.images.pictures import Pictures, picture
-from triptych.service.planning.admission import check_request, check_room, loaded_info
+from triptych.service.planning.admission import check_request, check_room, deadline_of, loaded_info
 from triptych.service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
-from triptych.service.planning.requests import Tokens, check_length, requests_of
+from triptych.service.planning.requests import Times, Tokens, check_length, requests_of
 from triptych.service.planning.response_format import GrammarChecker, OutputConstraint
 from triptych.service.planning.tokenization import PromptInput, TokenizerThreads, tokenise
 from triptych.service.schemas.bodies import GenerateBody
@@ -74,6 +74,7 @@ class GeneratePlanner:
         served.check_reads_text("prompt")
         info = loaded_info(self._client, served)
         check_request(body.timeout_s, body.priority, self._limits)
+        times = Times(arrival, deadline_of(arrival, body.timeout_s, self._limits))
         images = () if shape is None else shape.images
         if body.images is not None:
             body, images = await self._with_images(body, served, info)
@@ -86,7 +87,7 @@ class GeneratePlanner:
         tokens = await self._tokenise(checked)
         return GeneratePlan(
             served=served,
-            requests=requests_of(checked, tokens, request_id, arrival, self._limits, images),
+            requests=requests_of(checked, tokens, request_id, times, self._limits, images),
             n=body.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
             skip_special_tokens=body.skip_special_tokens,

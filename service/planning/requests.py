@@ -19,7 +19,6 @@ from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.core.request_context import current
 from triptych.service.images.pictures import picture_places, unlike
-from triptych.service.planning.admission import deadline_of
 from triptych.service.planning.checks import CheckedPrompts, check_beams
 from triptych.service.planning.tokenization import PromptInput
 from triptych.service.schemas.bodies import GenerateBody
@@ -53,6 +52,13 @@ def priority_of(requested: int) -> int:
     return min(max(requested + own, MIN_PRIORITY), MAX_PRIORITY)
 
 
+class Times(NamedTuple):
+    """When a request came, and when it ends at the latest, in seconds of `time.monotonic()`."""
+
+    arrival: float
+    deadline: float
+
+
 class Tokens(NamedTuple):
     """The token ids of a body's texts."""
 
@@ -65,14 +71,13 @@ def requests_of(
     checked: CheckedPrompts,
     tokens: Tokens,
     request_id: str,
-    arrival: float,
+    times: Times,
     limits: Limits,
     images: tuple[ImageSpan, ...] = (),
 ) -> tuple[Request, ...]:
     """Return a request for each prompt; raises an `ApiError` for a prompt that is too long."""
     requests = tuple(
-        _request(checked, tokens, at, engine_id(request_id), arrival, limits, images)
-        for at in range(len(tokens.prompts))
+        _request(checked, tokens, at, engine_id(request_id), times, limits, images) for at in range(len(tokens.prompts))
     )
     _check_logprobs(checked.body, requests, limits)
     return requests
@@ -90,7 +95,7 @@ def _request(
     tokens: Tokens,
     at: int,
     name: str,
-    arrival: float,
+    times: Times,
     limits: Limits,
     images: tuple[ImageSpan, ...],
 ) -> Request:
@@ -110,8 +115,8 @@ def _request(
         images=images,
         priority=priority_of(body.priority),
         cache_salt=cache_salt(body.cache_salt),
-        arrival_time=arrival,
-        deadline=deadline_of(arrival, body.timeout_s, limits),
+        arrival_time=times.arrival,
+        deadline=times.deadline,
         streams=bool(body.stream),
         prediction=tokens.prediction,
         tenant=tenant_id(),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, RootModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -220,7 +220,7 @@ def _example(one: Example, chosen: Choices, path: str) -> Json:
     if choice is not None and (one.own or one.body is None):
         return {"value": json.loads(choice.body)} if choice.path == path else {"x-needs": MEANINGS[one.ability]}
     if not one.ability:
-        return {"value": dict(one.body or {})}
+        return {"value": {} if one.body is None else one.body}
     text, mask = (choice.text, choice.mask) if choice is not None else ("Hello", "[MASK]")
     name = choice.model if choice is not None else _NO_MODEL
     value = {"model": name} | _filled(one.body or {}, {"{text}": text, "{mask}": mask})
@@ -239,8 +239,13 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     return value
 
 
-def _needed(models: Sequence[type[BaseModel]]) -> Json:
-    """Return the required fields of the first model with their examples, by the names that clients use."""
+def _needed(models: Sequence[type[BaseModel]]) -> Json | list[Any]:
+    """Return the required fields of the first model with their examples, by the names that clients use.
+
+    The example of a list is an empty one.
+    """
+    if issubclass(models[0], RootModel):
+        return []
     schema = models[0].model_json_schema()
     return {name: schema["properties"][name].get("examples", [None])[0] for name in schema.get("required", [])}
 

@@ -112,7 +112,11 @@ async def answer(
 
 
 def _has_images(body: EncodeBody) -> bool:
-    return isinstance(body.input, list) and any(isinstance(one, ImageFile) for one in body.input)
+    """Return whether an input is an image; a list that begins with a token id is one input of ids."""
+    inputs = body.input
+    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+        return False
+    return any(isinstance(one, ImageFile) for one in inputs)
 
 
 async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:

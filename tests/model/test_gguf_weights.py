@@ -175,6 +175,7 @@ def without_what_phi_has(layer: LayerConfig) -> LayerConfig:
 _PLAIN = {
     "dots1": without_a_window,
     "phimoe": without_what_phi_has,
+    "qwen2-5-vl": with_position(sections=()),  # of pictures, which GGUF files of texts do not have
     "hunyuan": with_position(theta=1.0),  # the conversion stretches Tencent's own base
 }
 

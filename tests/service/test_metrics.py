@@ -154,7 +154,9 @@ def test_openmetrics_names_the_trace_of_a_latency() -> None:
     for name in ("triptych_time_to_first_token_seconds", "triptych_e2e_request_latency_seconds"):
         assert [one.exemplar.labels for one in families[name].samples if one.exemplar] == [{"trace_id": trace}]
     assert families["process_resident_memory_bytes"].samples[0].value > 0
-    assert "trace_id" not in ask(app, "GET", "/metrics").text
+    for accept in ("*/*", "application/openmetrics-text; version=abc", "text/plain; version=1.x"):
+        reply = ask(app, "GET", "/metrics", headers={"accept": accept})
+        assert reply.status_code == 200 and "trace_id" not in reply.text
 
 
 @pytest.mark.parametrize("median", [0.004, 0.05, 0.7, 9.0])
