@@ -261,12 +261,13 @@ def token_logprob(tokenizer: Tokenizer | None, one: TokenLogprob) -> Json:
 def _join(deltas: Sequence[Json]) -> Json:
     """Join the deltas of one choice: texts and lists are concatenated, of other fields the last value is kept.
 
-    A choice may have 65,536 deltas, so those that only have the fields of the first one are not merged one by one.
+    A choice may have 65,536 deltas, so only those are merged that have more or fewer fields than the first, and the
+    last: between these, fields are the same.
     """
     choice: Json = dict(deltas[0])
-    for delta in deltas:
-        if delta.keys() != choice.keys():
-            choice |= delta
+    size = len(choice)
+    for delta in [one for one in deltas if len(one) != size]:
+        choice |= delta
     choice |= deltas[-1]
     choice["text"] = "".join([delta["text"] for delta in deltas])
     for name in ("token_ids", "logprobs"):

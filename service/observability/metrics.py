@@ -468,10 +468,10 @@ def _drop_unloaded(families: Iterable[Metric]) -> None:
     """Remove the gauges of models that no process serves; counters and histograms must not disappear."""
     families = list(families)
     replicas = [sample for one in families if one.name == "triptych_replicas" for sample in one.samples]
-    served = {sample.labels["model"] for sample in replicas if sample.value}
+    served = {sample.labels["model"] for sample in replicas if sample.value} | {None}  # None: a gauge of no model
     for family in families:
         if family.type == "gauge":
-            family.samples = [sample for sample in family.samples if sample.labels["model"] in served]
+            family.samples = [sample for sample in family.samples if sample.labels.get("model") in served]
 
 
 class _CachedFamily(Generic[F]):

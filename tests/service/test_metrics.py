@@ -15,6 +15,7 @@ from tests.service.support import ask, make_app
 from triptych.model.errors import ConfigError
 from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
 from triptych.service.observability.metrics import Metrics
+from triptych.service.settings.service_settings import ServiceSettings
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
@@ -23,6 +24,7 @@ from triptych.model.api.stats import Demand, EngineStats, Health, StepStats
 from triptych.model.api.request import FinishReason, Timings
 from triptych.service.core.request_context import RequestContext
 from triptych.service.observability.metrics import Metrics
+from triptych.service.settings.service_settings import ServiceSettings
 
 metrics = Metrics(vllm_names=True)
 context = RequestContext(request_id="r", task="generate")
@@ -141,6 +143,11 @@ def test_no_series_tells_when_another_one_began() -> None:
     assert ask(app, "POST", "/generate", json={"model": "gen", "prompt": "a", "max_tokens": 1}).status_code == 200
     text = ask(app, "GET", "/metrics").text
     assert "triptych_requests_total{" in text and "_created" not in text
+
+
+def test_gauges_that_have_no_model_are_shown(tmp_path: Path) -> None:
+    reply = ask(make_app(settings=ServiceSettings(state_dir=str(tmp_path / "state"))), "GET", "/metrics")
+    assert reply.status_code == 200 and "\ntriptych_batches_active 0" in reply.text
 
 
 def test_openmetrics_names_the_trace_of_a_latency() -> None:
