@@ -54,7 +54,7 @@ _UNUSED = (
     "**/*.pxd",
     "**/*.exe",
 )
-# PyTorch's compiler and exporter, and what they alone import. A GPU's image keeps them: nobody has tried one without.
+# PyTorch's compiler and exporter, and what they alone import. A GPU's image keeps them, as none was tried without.
 _COMPILER = (
     *("torch/_inductor", "torch/onnx"),
     *(f"{name}{suffix}" for name in ("sympy", "mpmath", "networkx") for suffix in ("", "-*.dist-info")),
