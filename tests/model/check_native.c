@@ -44,10 +44,16 @@ typedef struct {
     int thread, threads;
 } Region;
 
+static pthread_barrier_t barrier; /* of the region that runs */
+
 static _Thread_local Region current = {.threads = 1};
 
 int omp_get_thread_num(void) { return current.thread; }
 int omp_get_num_threads(void) { return current.threads; }
+
+void GOMP_barrier(void) {
+    if (current.threads > 1) pthread_barrier_wait(&barrier);
+}
 
 static void run_region(const Region *region) {
     current = *region;
@@ -84,12 +90,14 @@ void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned 
     (void)flags;
     if (threads > MOST_THREADS || current.threads > 1) abort(); /* no region is within another */
     for (; started < threads; started++) start_worker(started);
+    if (threads > 1) pthread_barrier_init(&barrier, NULL, threads);
     for (unsigned i = 1; i < threads; i++) {
         workers[i].region = (Region){work, data, (int)i, (int)threads};
         sem_post(&workers[i].begin);
     }
     run_region(&(Region){work, data, 0, (int)threads});
     for (unsigned i = 1; i < threads; i++) sem_wait(&workers[i].end);
+    if (threads > 1) pthread_barrier_destroy(&barrier);
 }
 
 /* ---- buffers that are freed all at once ---- */
