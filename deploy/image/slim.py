@@ -117,7 +117,9 @@ def narrow(path: Path) -> None:
 
     tensors = load_file(path)
     narrowed = {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in tensors.items()}
-    save_file(narrowed, path, metadata={"format": "pt"})
+    mode = path.stat().st_mode
+    save_file(narrowed, path, metadata={"format": "pt"})  # which makes a file that its owner alone may read
+    path.chmod(mode)
 
 
 def warm(runtime: str) -> None:
