@@ -29,7 +29,7 @@ from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo, Ste
 from triptych.model.errors import EngineDeadError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.engine_client import EngineClient, GenerationStream
-from triptych.service.core.request_context import current
+from triptych.service.core.request_context import tenant_id
 
 ENTRY_BYTES = 1_024  # of an entry in addition to its numbers: key, digest, links
 _FIELDS = tuple(
@@ -131,8 +131,7 @@ class CachingClient:
         self._notice_restart()
         found: list[EncodeOutput | _Waiter] = []
         begun: list[_Computation] = []
-        context = current()
-        tenant = "" if context is None else context.tenant.id
+        tenant = tenant_id()
         for request in requests:
             key = _key(tenant, request)
             kept = self.store.get(key)

@@ -77,6 +77,12 @@ def current() -> RequestContext | None:
     return _current.get()
 
 
+def tenant_id() -> str:
+    """Return the id of the current request's tenant; empty without keys."""
+    context = current()
+    return context.tenant.id if context is not None else ""
+
+
 def set_current(context: RequestContext) -> None:
     """Make `context` the current one for the rest of this task and the tasks it starts."""
     _current.set(context)

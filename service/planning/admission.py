@@ -7,7 +7,7 @@ from triptych.model.errors import ModelNotLoadedError
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import REFUSALS, engine_refusal, invalid
 from triptych.service.core.models import ServedModel
-from triptych.service.core.request_context import current
+from triptych.service.core.request_context import current, tenant_id
 from triptych.service.settings.service_settings import Limits
 
 _BACKGROUND_SECONDS = 86_400.0
@@ -19,7 +19,7 @@ def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) ->
     if context is not None:
         context.model = served.name
     try:
-        client.check_room(served.name, sequences, context.tenant.id if context is not None else "")
+        client.check_room(served.name, sequences, tenant_id())
     except REFUSALS as error:
         raise engine_refusal(error) from None
 

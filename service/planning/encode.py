@@ -23,7 +23,7 @@ from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import deadline_passed, invalid
 from triptych.service.core.models import Models, ServedModel, Task
-from triptych.service.core.request_context import current
+from triptych.service.core.request_context import current, tenant_id
 from triptych.service.images.files import pixels_of
 from triptych.service.images.image_pool import RequestImages
 from triptych.service.planning.admission import check_room, check_timeout, deadline_of, loaded_info
@@ -164,7 +164,7 @@ class EncodePlanner:
             "arrival_time": arrival,
             "deadline": deadline_of(arrival, body.timeout_s, self._limits),
             "is_background": context is not None and context.is_background,
-            "tenant": "" if context is None else context.tenant.id,
+            "tenant": tenant_id(),
         }
 
     def _requests(

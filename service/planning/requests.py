@@ -17,7 +17,7 @@ from triptych.model.text.infilling import PromptTokens
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
-from triptych.service.core.request_context import current
+from triptych.service.core.request_context import current, tenant_id
 from triptych.service.images.pictures import picture_places, unlike
 from triptych.service.planning.checks import CheckedPrompts, check_beams
 from triptych.service.planning.tokenization import PromptInput
@@ -35,12 +35,6 @@ def engine_id(request_id: str) -> str:
 def cache_salt(requested: str | None) -> str:
     """Return the salt of the prefix cache: requests share prefixes if their API key and `cache_salt` are equal."""
     return f"{tenant_id()}/{requested or ''}"
-
-
-def tenant_id() -> str:
-    """Return the id of the current request's tenant; empty without keys."""
-    context = current()
-    return context.tenant.id if context is not None else ""
 
 
 def priority_of(requested: int) -> int:

@@ -23,8 +23,9 @@ from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import invalid, unavailable
 from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.core.request_context import tenant_id
 from triptych.service.planning.admission import check_request, check_room, deadline_of, loaded_info
-from triptych.service.planning.requests import cache_salt, engine_id, priority_of, tenant_id
+from triptych.service.planning.requests import cache_salt, engine_id, priority_of
 from triptych.service.planning.tokenization import TokenizerThreads, check_vocabulary
 from triptych.service.sandbox.process_pool import WorkerError
 from triptych.service.settings.service_settings import Limits
