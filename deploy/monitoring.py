@@ -144,8 +144,9 @@ PANELS = (
         (
             *percentiles("request_queue_time_seconds", 0.5, 0.95),
             ("{{model}} estimated now", now("queue_wait_seconds", "max")),
+            ("{{model}} in HAProxy p95", quantile(0.95, "proxy_seconds")),
         ),
-        "Of requests that began; and of one that comes now, which --max-queue-seconds bounds.",
+        "Of requests that began; of one that comes now, which --max-queue-seconds bounds; and before, in HAProxy.",
         width=6,
     ),
     Panel(

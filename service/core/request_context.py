@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Final
 
 from triptych.service.settings.tenant import NO_TENANT, Tenant
 
+IN_PROXY: Final = "triptych.in_proxy"  # key of an ASGI scope: the seconds that the request was in HAProxy before
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break after it
 
@@ -27,6 +29,7 @@ class RequestContext:
     task: str | None = None  # "generate" or "encode" on a route that runs a model
     model: str = ""  # a loaded model's name, once known
     path: str = ""  # the route's
+    proxy_s: float | None = None  # from its head at HAProxy until it came here; None: not known
     scheme: str = "http"  # of the connection to this service
     traceparent: str = ""  # W3C Trace Context, as the client sent it
     tracestate: str = ""

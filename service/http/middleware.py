@@ -12,7 +12,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
-from triptych.service.core.request_context import RequestContext, current, request_id_from, set_current
+from triptych.service.core.request_context import IN_PROXY, RequestContext, current, request_id_from, set_current
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.guard import FREE_BYTES, TENANT, BodyRoom, Guard, HeldBody
 from triptych.service.http.message_head import all_of, header_of
@@ -39,6 +39,7 @@ class Accounts:
             request_id=request_id_from(header_of(headers, b"x-request-id")),
             task=self._table.tasks.get(scope["path"]) if scope["method"] == "POST" else None,
             path=scope["path"],
+            proxy_s=scope.get(IN_PROXY),
             scheme=scope.get("scheme", "http"),
             is_background=TENANT in scope,
             traceparent=header_of(headers, b"traceparent") or "",
@@ -56,6 +57,8 @@ class Accounts:
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
             self._tenants.rejected(context)
+        if context.task is not None and context.proxy_s is not None:
+            self._metrics.proxied(context.model, context.proxy_s)
         self._metrics.replied(self._table.path_of(scope["path"]), scope["method"], context.status)
         access(context, scope["method"], scope["path"])
         context.begin_reply()

@@ -62,6 +62,8 @@ def access(context: RequestContext, method: str, path: str) -> None:
     method, milliseconds = method[:16], round((time.monotonic() - context.started) * 1000, 1)
     outcome = context.outcome or context.rejection
     text = f"{method} {shown} {context.status} {milliseconds} ms"
+    if context.proxy_s is not None:
+        text += f" after {context.proxy_s * 1000:.1f} ms in HAProxy"
     if context.tenant.name:
         text += f" by {context.tenant.name}"
     if context.model:
@@ -83,6 +85,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
         "tokens_in": context.tokens_in,
         "tokens_out": context.tokens_out,
         "outcome": outcome,
+        **({"proxy_ms": round(context.proxy_s * 1000, 1)} if context.proxy_s is not None else {}),
         **({"tenant": context.tenant.name} if context.tenant.name else {}),
         **parts,
     }

@@ -96,6 +96,10 @@ class Metrics:
         """Count a reply by its route, "" for none, and status; 499 if the client left before there was one."""
         self._http.labels(route, method if method in _METHODS else "other", str(status or 499)).inc()
 
+    def proxied(self, model: str, seconds: float) -> None:
+        """Record the time that a request was in HAProxy before the service got it."""
+        self._proxy.labels(model).observe(seconds)
+
     def rejected(self, context: RequestContext, reason: str) -> None:
         """Count a request that was refused."""
         self._rejections.labels(context.model, reason).inc()
@@ -383,6 +387,10 @@ class Metrics:
             "Seconds from a request's arrival to its end.",
             "task",
             buckets=_FINE_SECONDS,
+        )
+        self._proxy = self.histogram(
+            "proxy_seconds",
+            "Seconds from a request's head at HAProxy until the service got it; with Ray's HAProxy only.",
         )
         self._queue_time = self.histogram(
             "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."

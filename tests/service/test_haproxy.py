@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -119,11 +120,13 @@ class Alike(Staying):
     """A replica that says which one it is. Requests that wait are held until the test lets all of them go."""
 
     wbufsize = -1  # a reply is one packet
+    heads: ClassVar[deque[dict[str, str]]] = deque(maxlen=1)
     waiting = threading.Semaphore(0)
     go = threading.Event()
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.heads.append(dict(self.headers.items()))
         if b"wait" in body:
             self.waiting.release()
             self.go.wait(60)
@@ -281,6 +284,30 @@ def alike(haproxy_address: tuple[str, int]) -> Iterator[Callable[..., str]]:
             return reply.text
 
         yield ask
+
+
+def test_haproxy_says_when_it_had_the_head_of_a_request_whatever_the_client_says(
+    haproxy_address: tuple[str, int],
+) -> None:
+    before = time.time()
+    with socket.create_connection(haproxy_address) as connection:
+        head = b"POST /alike/generate HTTP/1.1\r\nHost: x\r\nX-Request-Start: t=1\r\nContent-Length: 4\r\n\r\n"
+        connection.sendall(head)
+        time.sleep(0.3)  # it waits for the body
+        connection.sendall(b"body")
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 200")
+    headers = [(name.lower().encode(), value.encode()) for name, value in Alike.heads[-1].items()]
+    assert [name for name, _ in headers].count(b"x-request-start") == 1
+    seconds = haproxy.seconds_in_proxy({"headers": headers})
+    assert seconds is not None and 0.29 < seconds <= time.time() - before
+
+
+@pytest.mark.parametrize("told", ["", "t=", "t=-1", "t=1e9", "t=" + "9" * 40, "t=\xb2", "1", "later", "t=1"])
+def test_a_time_in_haproxy_that_cannot_be_is_not_known(told: str) -> None:
+    assert haproxy.seconds_in_proxy({"headers": [(b"x-request-start", told.encode("latin-1"))]}) is None
+    future = f"t={(time.time() + 60) * 1e6:.0f}"
+    assert haproxy.seconds_in_proxy({"headers": [(b"x-request-start", future.encode())]}) is None
+    assert haproxy.seconds_in_proxy({"headers": []}) is None
 
 
 def where(answers: Iterable[str]) -> set[str]:

@@ -17,6 +17,7 @@ import httpx
 import jsonschema
 import pytest
 from PIL import Image
+from starlette.types import Receive, Scope, Send
 
 from tests.service.dialects.support import chat_app
 from tests.service.support import (
@@ -38,6 +39,7 @@ from triptych.model.errors import ConfigError
 from triptych.service.app import TABLE
 from triptych.service.cli import banner
 from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES, SERVER_FAULTS
+from triptych.service.core.request_context import IN_PROXY, RequestContext
 from triptych.service.observability import logs
 from triptych.service.runtimes.http_server import MonitoringApp
 from triptych.service.schemas.replies import InfoReply, ModelsReply
@@ -396,6 +398,26 @@ def test_the_access_line(lines: io.StringIO) -> None:
     assert first["queue_ms"] + first["prefill_ms"] + first["decode_ms"] <= first["ms"] + 0.1
     assert [line["status"] for line in found if line["logger"] == "triptych.access"] == [200, 400, 500]
     assert any(line["message"].startswith("unexpected RuntimeError") for line in found)
+
+
+def test_the_access_line_and_a_metric_tell_the_time_in_haproxy(lines: io.StringIO) -> None:
+    app = make_app()
+
+    async def behind_haproxy(scope: Scope, receive: Receive, send: Send) -> None:
+        await app.app({**scope, IN_PROXY: 0.25}, receive, send)
+
+    async def work(_: httpx.AsyncClient) -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(behind_haproxy), base_url="http://x") as client:
+            await client.post("/generate", json=GOOD)
+            await client.get("/info")
+
+    run(app, work)
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [line["proxy_ms"] for line in found if line["logger"] == "triptych.access"] == [250.0] * 2
+    assert sum(samples(app, "triptych_proxy_seconds_count").values()) == 1
+    context = RequestContext("r", proxy_s=0.25)
+    logs.access(context, "POST", "/generate")
+    assert " after 250.0 ms in HAProxy" in json.loads(lines.getvalue().splitlines()[-1])["message"]
 
 
 def test_plain_lines() -> None:

@@ -251,6 +251,17 @@ def test_models_come_and_go_while_others_are_served(base_url: str) -> None:
     eventually(lambda: metric(base_url, "replicas", model="new") == 0)
 
 
+def test_the_time_in_haproxy_is_told(service: ServiceProcess, request: pytest.FixtureRequest) -> None:
+    def told() -> float:
+        return metric(service.url, "proxy_seconds_count", model="gen")
+
+    before, proxied = told(), request.node.callspec.params["service"] == "ray"
+    generate(service.url)
+    assert told() == before + proxied
+    lines = [line for line in service.output.splitlines() if '"path":"/generate"' in line]
+    assert (json.loads(lines[-1]).get("proxy_ms", -1) >= 0) == proxied
+
+
 def test_accounts_add_up(base_url: str) -> None:
     eventually(lambda: metric(base_url, "requests_running") == 0)
     received = metric(base_url, "requests_received_total")

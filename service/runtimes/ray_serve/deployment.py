@@ -39,6 +39,7 @@ from triptych.model.system.cpu_threads import set_threads
 from triptych.model.system.stacks import print_stacks_on_signal
 from triptych.service.core.errors import error_fields, internal, unavailable
 from triptych.service.core.models import Models
+from triptych.service.core.request_context import IN_PROXY
 from triptych.service.core.response_store import StoredResponse
 from triptych.service.http.route_prefix import unprefixed
 from triptych.service.lifecycle.fleet import Fleet, LocalFleet
@@ -53,7 +54,7 @@ from triptych.service.runtimes.assembly import (
     uses_of,
 )
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
-from triptych.service.runtimes.ray_serve.haproxy import ROUTES, retried
+from triptych.service.runtimes.ray_serve.haproxy import ROUTES, TIMES, retried, seconds_in_proxy
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
 from triptych.service.runtimes.ray_serve.replica_cpus import bind, threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
@@ -277,10 +278,12 @@ class _Mounted:
         self._app = app
         self._lifespan = lifespan
         self._is_retried = os.environ.get(ROUTES) == "1"
+        self._is_timed = os.environ.get(TIMES) == "1"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._app(unprefixed(scope), receive, retried(send) if self._is_retried else send)
+            inner = {**unprefixed(scope), IN_PROXY: seconds_in_proxy(scope) if self._is_timed else None}
+            await self._app(inner, receive, retried(send) if self._is_retried else send)
             return
         await receive()
         await send({"type": "lifespan.startup.complete"})

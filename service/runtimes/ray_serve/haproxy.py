@@ -10,16 +10,18 @@ import random
 import shlex
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
 from triptych.model.errors import ConfigError
 from triptych.service.core.errors import NOT_BEGUN, request_too_slow, unavailable
+from triptych.service.http.message_head import header_of
 from triptych.service.settings.serve_config import ServeConfig
 from triptych.service.settings.service_settings import Limits
 
@@ -30,6 +32,9 @@ _FIRST_PORT = 20000  # Ray's workers use 10002 to 19999
 _DEFAULT_FIRST_EPHEMERAL_PORT = 32768  # on Linux
 RETRIED_STATUS = 425  # HAProxy sends such requests on, and clients see a 503: an engine does nothing for them
 ROUTES = "TRIPTYCH_HAPROXY_ROUTES"  # variable of replicas: 1 if HAProxy does that
+TIMES = "TRIPTYCH_HAPROXY_TIMES"  # variable of replicas: 1 if HAProxy sets `_BEGAN`, whatever the client has sent
+_BEGAN = "x-request-start"  # header: when HAProxy had a request's head, in microseconds since 1970
+_LONGEST_S = 86_400.0  # a longer time in HAProxy is a clock that was set
 _RETRY_ON = "RAY_SERVE_HAPROXY_RETRY_ON"
 _ROUTING = Path(__file__).with_name("routing.lua")
 _UNREACHABLE_PAGE = "503.http"
@@ -37,10 +42,14 @@ _TOO_SLOW_PAGE = "408.http"
 
 # Serve starts this script in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It first corrects the
 # configuration: HAProxy's own pages listen on 127.0.0.1 only. Until an application runs, HAProxy sends the error page
-# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text. `routing` is more for sed.
+# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text. HAProxy says when it had
+# the head of a request: `tcp-request content` comes before it waits for the body. `routing` is more for sed.
 _SCRIPT = r"""#!/bin/sh
 sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
-  -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' {routing}"$3" \
+  -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' \
+  -e '/^frontend http_frontend$/a\    tcp-request content set-var(txn.began) date(0,us)' \
+  -e '/^frontend http_frontend$/a\    http-request set-header {began} t=%[var(txn.began)]' \
+  {routing}"$3" \
   && exec {binary} "$@"
 """
 
@@ -109,6 +118,7 @@ def prepare(config: ServeConfig, session: Path) -> None:
     _write_error_pages(folder, config.settings.limits)
     has_several = any(one.scaling.max_replicas > 1 for one in config.applications)
     is_installed = _install_script(folder / "haproxy", _routing(folder) if has_several else "")
+    os.environ[TIMES] = str(int(is_installed))
     os.environ[ROUTES] = str(int(has_several and is_installed))
     if os.environ[ROUTES] == "1":
         os.environ[_RETRY_ON] += f" {RETRIED_STATUS}"
@@ -125,6 +135,15 @@ def retried(send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+def seconds_in_proxy(scope: Scope) -> float | None:
+    """Return the seconds since HAProxy had the head of a request, as it says; None if a clock was set since."""
+    told = (header_of(scope["headers"], _BEGAN.encode()) or "").removeprefix("t=")
+    if not (told.isascii() and told.isdigit() and len(told) < 20):
+        return None
+    seconds = time.time() - int(told) / 1e6
+    return seconds if 0 <= seconds <= _LONGEST_S else None
 
 
 def free_port() -> int:
@@ -208,10 +227,10 @@ def _install_script(script: Path, routing: str) -> bool:
     """Make Serve start `_SCRIPT` in place of HAProxy, because Serve has no settings for these corrections.
 
     If files of the session's folder cannot be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
-    pages (statistics, metrics) stay reachable from the container's network, and it routes by the number of requests
-    alone. Returns whether they can be.
+    pages (statistics, metrics) stay reachable from the container's network, it routes by the number of requests alone,
+    and the time in it is not known. Returns whether they can be.
     """
-    script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ)), routing=routing))
+    script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ)), began=_BEGAN, routing=routing))
     script.chmod(0o700)
     if not os.access(script, os.X_OK):
         return False
