@@ -72,7 +72,7 @@ class LLM:
         engine = engine or EngineConfig()
         name, path = _located(path, pickle=engine.pickle)
         adapters = _adapters_located(name, lora, pickle=engine.pickle)
-        self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
+        self.checkpoint = read_checkpoint(path, pickle=engine.pickle, pictures=engine.pictures)
         self.tokenizer = Tokenizer.from_folder(
             self.checkpoint.network_path, special_tokens=self.checkpoint.sentences.special_tokens
         )

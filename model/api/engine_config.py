@@ -44,6 +44,7 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
     pickle: bool = True  # read weights from pytorch_model.bin where there are no safetensors; nothing in it is run
+    pictures: bool = True  # a model that reads pictures in its prompts does; else only its language model is loaded
     weights_cache: str | None = None  # folder of a CPU's packed weights; auto: in the user's cache; None: nowhere
     weights_cache_size: int | None = None  # bytes of all files there; None: 32 GiB in the user's cache, else unlimited
     quantization: str = "none"  # of the stacks' weight matrices; on a CPU also of the head

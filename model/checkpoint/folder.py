@@ -131,14 +131,15 @@ class Checkpoint:
         return replace(self, sampling_defaults=bounded(self.sampling_defaults), tasks=tasks)
 
 
-def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, *, pickle: bool = True, pictures: bool = True) -> Checkpoint:
     """Describe the folder, or the GGUF file, `path`; raises `ConfigError`, which begins with the path.
 
-    Without `pickle`, weights are taken from safetensors alone, and not from pytorch_model.bin.
+    Without `pickle`, weights are taken from safetensors alone, and not from pytorch_model.bin. Without `pictures`, a
+    model that reads them in its prompts is its language model alone.
     """
     with errors_about(str(path) if path.name not in ("", "..") else f"{path} ({path.resolve().name})", path.name):
         file = gguf_path(path)
-        return _read_folder(path, pickle=pickle) if file is None else _read_gguf(path, file)
+        return _read_folder(path, pickle=pickle, pictures=pictures) if file is None else _read_gguf(path, file)
 
 
 @contextmanager
@@ -161,7 +162,7 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
 
 
-def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
+def _read_folder(whole: Path, *, pickle: bool, pictures: bool) -> Checkpoint:
     path = whole / network_folder(whole)
     static = static_settings(whole, path, pickle=pickle)
     if static is None and not has_file(path / "config.json"):
@@ -206,6 +207,8 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         warnings += generation_warnings(raw, generation, speech=config.audio is not None)
     warnings += sentences.warnings
     warnings += _name_warnings(config, names, layouts, wrapping)
+    if not pictures:
+        config = replace(config, pictures=None, unread_pictures="")
     config, images = _with_images(path, config, warnings)
     return Checkpoint(
         path=whole,

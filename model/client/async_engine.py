@@ -160,9 +160,14 @@ class AsyncEngine:
         self._table[model].admission.check_room(sequences, tenant)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
-        """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work."""
+        """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work.
+
+        Raises `ConfigError` for pictures where the model reads none.
+        """
         self._check_ready()
         model = self._table[requests[0].model]
+        if any(one.images for one in requests) and not (model.info is not None and model.info.reads_pictures):
+            raise ConfigError(f"images: {requests[0].model} does not read pictures in prompts")
         model.admission_of(is_background=requests[0].is_background).admit(
             {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},

@@ -40,6 +40,7 @@ from triptych.model.engine.scheduling.sequence import PLACEHOLDER, Beams, Sequen
 from triptych.model.engine.scheduling.source_blocks import LayersAhead
 from triptych.model.engine.speculation.speculation import Speculation
 from triptych.model.engine.token_outputs import search_outputs, token_output
+from triptych.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from triptych.model.network.lora import LoraAdapter
@@ -114,7 +115,12 @@ class GenerateEngine:
         return demand
 
     def add(self, request: Request) -> None:
-        """Add a request; its `max_tokens` is limited to the rest of the context length."""
+        """Add a request; its `max_tokens` is limited to the rest of the context length.
+
+        Raises `ConfigError` for one with pictures where the model reads none.
+        """
+        if request.images and not self.scheduler.pictures.max_rows:
+            raise ConfigError(f"images: {self.name} does not read pictures in prompts")
         adapter = self._adapters.get(request.model)
         request = self._limit_max_tokens(request)
         if request.deadline is not None:

@@ -45,7 +45,7 @@ class NetworkPlan:
 def plan_network(spec: ModelSpec) -> NetworkPlan:
     """Read a folder's settings and choose what computes it; raises `ConfigError`."""
     asked = spec.engine
-    checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle)
+    checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle, pictures=asked.pictures)
     device = resolve_device(asked.device)
     if device.type == "cuda":
         use_kernel_cache()

@@ -86,7 +86,7 @@ class RankWorker:
                 self._load(message)
 
     def _load(self, load: Load) -> None:
-        checkpoint = read_checkpoint(Path(load.path), pickle=load.pickle)
+        checkpoint = read_checkpoint(Path(load.path), pickle=load.pickle, pictures=False)
         checkpoint = replace(checkpoint, config=checkpoint.config.stretched(load.max_model_len))
         device, dtype = torch.device(load.device), dtype_of(load.dtype)
         if device.type == "cuda":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ from triptych.model.system.background_work import Work, finish
 from triptych.model.system.huge_pages import reserve
 
 _LINE = 64  # bytes of a line of the caches
+_LAYER = re.compile(r"layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,27 @@ def plan_adapter(folder: AdapterFolder, model: Transformer) -> dict[str, list[_P
     shapes = {one.spec.name: (one.spec.num_outputs, one.spec.inputs) for one in linears(model)}
     planned, strange = dict[str, list[_Planned]](), list[str]()
     for name, module in folder.modules.items():
-        found = rules.get(_stem(family, name), [])
-        if not found:
+        stem = _stem(family, name)
+        found = rules.get(stem, [])
+        if not found and not _is_unread(stem, rules, family, config):
             strange.append(name)
         for rule in found:
             planned.setdefault(rule.target, []).append(_fitted(name, module, rule, shapes, config))
+    if folder.modules and not planned and not strange:
+        raise CheckpointError("the adapter changes only what reads pictures, which the base model does not read here")
     if strange:
         raise CheckpointError(
             f"the base model has no projection {listed(strange, most=2, longest=100)}"
             + (f"; the adapter was trained for {listed([folder.base])}" if folder.base else "")
         )
     return planned
+
+
+def _is_unread(stem: str, rules: Collection[str], family: Family, config: ModelConfig) -> bool:
+    """Whether no result depends on a projection: of a tower where pictures are not read, or after the layer that is."""
+    if not family.drops(f"{stem}.weight"):
+        return False
+    return config.pictures is None or ".head." in stem or _LAYER.sub("layers.0.", stem) in rules
 
 
 def _stem(family: Family, module: str) -> str:

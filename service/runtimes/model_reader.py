@@ -42,7 +42,8 @@ def read_adapted(spec: ModelSpec, base: ServedModel) -> ServedModel:
 
 def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
     folder = Path(spec.path)
-    checkpoint = _bound_beams(spec, read_checkpoint(folder, pickle=spec.engine.pickle), max_beams)
+    checkpoint = read_checkpoint(folder, pickle=spec.engine.pickle, pictures=spec.engine.pictures)
+    checkpoint = _bound_beams(spec, checkpoint, max_beams)
     tokenizer = Tokenizer.from_folder(checkpoint.network_path, special_tokens=checkpoint.sentences.special_tokens)
     sentences, chat, problem, pairs = checkpoint.sentences, None, "", None
     if sentences.messages is not None:

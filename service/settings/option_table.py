@@ -442,6 +442,16 @@ OPTIONS: tuple[Option, ...] = (
         group=groups.WEIGHTS,
     ),
     Option(
+        "pictures",
+        boolean,
+        _ENGINE.pictures,
+        "load only the language model of a folder that reads pictures in prompts; its tower takes no memory",
+        "BOOL",
+        "pictures are read",
+        per_model=True,
+        group=groups.WEIGHTS,
+    ),
+    Option(
         "weights_cache",
         cache_folder,
         AUTO_CACHE,

@@ -136,7 +136,8 @@ def running(
         assert processing is not None
         store, both_ways = PictureStore(model, processing, picture_rows), model.config.pictures.both_ways
     runner = RecordingRunner(model, cache, blocks, store)
-    scheduler = Scheduler(blocks, max_num_seqs, budget, picture_rows=picture_rows, both_ways=both_ways)
+    rows = picture_rows if store is not None else 0
+    scheduler = Scheduler(blocks, max_num_seqs, budget, picture_rows=rows, both_ways=both_ways)
     length, ends = 200 if store is not None else 100, model.config.eos_token_ids
     engine = GenerateEngine(kind, runner, scheduler, max_model_len=length, eos_token_ids=ends)
     return Running(engine, runner)

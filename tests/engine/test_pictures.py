@@ -21,6 +21,7 @@ from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, 
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.request import FinishReason, Request, Source
 from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.execution.model_runner import ModelRunner
 from triptych.model.engine.scheduling.scheduled_step import StepBudget
 from triptych.model.engine.scheduling.source_blocks import SourcePasses
 from triptych.model.errors import ConfigError
@@ -373,6 +374,30 @@ def test_adapters_change_towers_too(tmp_path: Path) -> None:
         assert generated(llm) == plain != generated(other)
 
 
+def test_adapters_may_change_what_is_not_read(tmp_path: Path) -> None:
+    """Check an adapter of all layers of a tower: the last one is not read, or none is."""
+    pairs = matrices(saved("llava").reference, r"q_proj", 4, seed=4)
+    assert any("vision_tower.encoder.layers.2." in name for name in pairs)
+    texts = {name: pair for name, pair in pairs.items() if "vision" not in name}
+    towers = {name: pair for name, pair in pairs.items() if "vision" in name}
+    adapters = {"whole": write_adapter(tmp_path / "whole", pairs), "texts": write_adapter(tmp_path / "texts", texts)}
+    settings = EngineConfig(dtype="float32", kv_cache_memory=1 << 22, pictures=False)
+    with LLM(saved("llava").path, settings, lora=adapters) as llm:
+        asked = [
+            [token for _, one in llm.stream([prompt(5)], lora=name) for token in one.token_ids] for name in adapters
+        ]
+        assert asked[0] == asked[1]
+    with pytest.raises(ConfigError, match="the adapter changes only what reads pictures"):
+        LLM(saved("llava").path, settings, lora={"tower": write_adapter(tmp_path / "tower", towers)})
+    LLM(saved("llava").path, replace(settings, pictures=True), lora={"whole": adapters["whole"]}).close()
+    strange = {name.replace("q_proj", "query"): pair for name, pair in towers.items()}
+    with pytest.raises(ConfigError, match="has no projection"):
+        LLM(
+            *(saved("llava").path, replace(settings, pictures=True)),
+            lora={"strange": write_adapter(tmp_path / "s", strange)},
+        )
+
+
 def test_a_picture_that_cannot_be_encoded_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = running(KIND, budget=16)
     store = run.runner._pictures
@@ -407,13 +432,39 @@ def test_a_request_that_is_cancelled_leaves_no_picture_begun() -> None:
 
 
 def test_texts_have_the_same_bits_as_without_a_tower(tmp_path: Path) -> None:
-    folder = copied(KIND, tmp_path)
+    """Check a folder that says nothing of pictures, and the setting; a tower that is not read takes no memory."""
+    folder, whole = copied(KIND, tmp_path), saved(KIND).path
     (folder / "preprocessor_config.json").unlink()
     settings = EngineConfig(dtype="float32", max_num_seqs=4, block_size=4, kv_cache_memory=1 << 22)
-    found = []
-    for path in (folder, saved(KIND).path):
-        with LLM(path, settings) as llm:
-            assert llm.info.reads_pictures == (path != folder)
+    found, bytes_taken = [], []
+    for path, given in ((whole, settings), (whole, replace(settings, pictures=False)), (folder, settings)):
+        with LLM(path, given) as llm:
+            assert llm.info.reads_pictures == (given.pictures and path == whole)
             outputs = [output for _, output in llm.stream([prompt(23)], dict(max_tokens=8, logprobs=5))]
             found.append([(output.token_ids, output.logprobs) for output in outputs])
+            bytes_taken.append(llm.info.memory_bytes)
+    assert found[0] == found[1] == found[2]
+    assert bytes_taken[1] == bytes_taken[2] < bytes_taken[0] - 100_000  # the weights alone have 200 kB
+
+
+def test_engines_refuse_pictures_that_their_model_does_not_read() -> None:
+    run = running("llama-gqa")
+    with pytest.raises(ConfigError, match="images: llama-gqa does not read pictures in prompts"):
+        run.engine.add(asking("r", [prompt(3), FIRST], "llama-gqa"))
+    assert not run.engine.has_work
+
+
+def test_a_draft_model_has_no_tower() -> None:
+    """Check that the pictures of a prompt are tokens to it, and change no output."""
+    found, kind = [], "qwen3-vl-pictures"
+    settings = EngineConfig(dtype="float32", block_size=4, kv_cache_memory=1 << 22, num_speculative_tokens=3)
+    for given in (replace(settings, num_speculative_tokens=0), replace(settings, draft_model=str(saved(kind).path))):
+        with LLM(saved(kind).path, given) as llm:
+            asked = llm.stream([[*prompt(5), IMAGE, *prompt(4)]], dict(max_tokens=30), images=[[png(THIRD)]])
+            outputs = [output for _, output in asked]
+            found.append([token for output in outputs for token in output.token_ids])
+            runner = llm._generate.runner if llm._generate is not None else None
     assert found[0] == found[1]
+    assert sum(output.drafted_tokens for output in outputs) > 0
+    assert isinstance(runner, ModelRunner) and runner.draft_model is not None
+    assert runner.draft_model.model.pictures is None

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,10 +102,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def app_of(folder: Path) -> Starlette:
-    """Return the application over a model that reads pictures, and another one."""
+    """Return the application over a model that reads pictures, its language model alone, and another model."""
     config = EngineConfig(kv_cache_memory=8 << 20, device="cpu", dtype="float32")
     paths = {"seeing": folder, "blind": saved("gpt2").path}
     specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
+    specs.append(ModelSpec("reading", str(folder), replace(config, pictures=False)))
     served = [read_model(one) for one in specs]
     tokenizers = {one.name: one.tokenizer for one in served}
     return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Models(served), ServiceSettings())
@@ -294,6 +296,7 @@ def said(*parts: Any, role: str = "user") -> dict[str, Any]:
         ("/api/chat", {"messages": [{"role": "user", "images": ["AAAA"]}]}, "", "messages[0].images[0]: not an image"),
         ("/api/generate", {"prompt": "a", "images": ["AAAA"], "raw": True}, "", "images and raw exclude each other"),
         (GENERATE, {"prompt": "a", "images": [coded(FILES[0])], "model": "blind"}, "images[0]", "blind reads text"),
+        (GENERATE, {"prompt": "a", "images": [coded(FILES[0])], "model": "reading"}, "images[0]", "reading reads text"),
         (GENERATE, {"prompt": f"{MARK} {MARK}", "images": [coded(FILES[0])]}, "prompt", "2 of <|image_pad|>"),
         (GENERATE, {"prompt": ["a"], "images": [coded(FILES[0])]}, "images", "must be one text"),
         (GENERATE, {"prompt": MARK}, "prompt", "1 tokens 260, which stand for images; the images have 0"),
@@ -322,7 +325,8 @@ def test_the_ability_and_its_request(client: Client) -> None:
     models = {one["name"]: one for one in client.get("/info").json()["models"]}
     [ability] = [one for one in models["seeing"]["capabilities"] if one["name"] == "chat_image"]
     assert client.post(ability["path"], **ability["body"]).status_code == 200
-    assert "chat_image" not in [one["name"] for one in models["blind"]["capabilities"]]
+    for name in ("blind", "reading"):
+        assert "chat_image" not in [one["name"] for one in models[name]["capabilities"]]
 
 
 def test_addresses_in_anthropics_form_are_refused(client: Client) -> None:

@@ -95,7 +95,7 @@ def _draft_checkpoint(
     if engine.tensor_parallel_size > 1:
         raise ConfigError(f"draft_model: it runs on one rank, tensor_parallel_size is {engine.tensor_parallel_size}")
     target = _decoder(served.config, "the served model")
-    found = read_checkpoint(path, pickle=engine.pickle)
+    found = read_checkpoint(path, pickle=engine.pickle, pictures=False)
     if _decoder(found.config, path.name).recurrences:
         raise ConfigError(
             f"draft_model: {path.name} ({found.config.model_type}) has recurrent layers; their states cannot follow "
