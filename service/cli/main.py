@@ -252,9 +252,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
         inspection.write_attention(name, folder(path), arguments.attention, Path(arguments.out))
         return 0
+    _refuse_of_others(arguments)
     if arguments.pod is not None:
         return _inspect_pod(arguments)
-    memory = Option("memory", byte_size, None, "").read(arguments.memory, "--memory")
+    memory = Option("memory", byte_size, None, "").read(arguments.memory or "1GiB", "--memory")
     wanted = (
         dict([named(arguments.model)])
         if arguments.model
@@ -267,15 +268,25 @@ def _inspect(arguments: argparse.Namespace) -> int:
             (adapter_report.print_json if arguments.json else adapter_report.show)(name, found)
             continue
         report = inspection.print_json if arguments.json else inspection.show
-        report(name, found, context=arguments.context, memory=memory)
+        report(name, found, context=arguments.context or 1024, memory=memory)
     return 0
+
+
+def _refuse_of_others(arguments: argparse.Namespace) -> None:
+    """Refuse options that only another way of inspecting reads: of `--pod` without it, and of plans with it."""
+    has_pod = arguments.pod is not None
+    others = ("context", "memory") if has_pod else ("load", "prompt_tokens", "output_tokens")
+    for name in others:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {'does not go with' if has_pod else 'needs'} --pod")
 
 
 def _inspect_pod(arguments: argparse.Namespace) -> int:
     from triptych.service.cli import pod_fit
 
     pod = pod_fit.Pod.parse(arguments.pod)
-    load = pod_fit.Load.parse(arguments.load, arguments.prompt_tokens, arguments.output_tokens)
+    tokens = (arguments.prompt_tokens or 256, arguments.output_tokens or 128)
+    load = pod_fit.Load.parse(arguments.load or "1/s", *tokens)
     name, path = named(arguments.model or "code")
     pod_fit.prepare(pod)
     return pod_fit.report(name, str(folder(path)), pod, load, as_json=arguments.json)

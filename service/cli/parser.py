@@ -261,18 +261,18 @@ def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="show the architecture, memory and cost of a checkpoint")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: all embedded models)")
     parser.add_argument(
-        "--context", type=_positive, default=1024, help="tokens that a decode step attends to (default: 1024)"
+        "--context", type=_positive, default=None, help="tokens that a decode step attends to (default: 1024)"
     )
-    parser.add_argument("--memory", default="1GiB", help="memory of the KV cache to plan for (default: 1GiB)")
+    parser.add_argument("--memory", default=None, help="memory of the KV cache to plan for (default: 1GiB)")
     parser.add_argument("--json", action="store_true", help="print JSON, one line a model")
     parser.add_argument(
         "--pod",
         metavar="memory=4Gi,cpu=2",
         help="load and measure the model on that many CPUs, and say whether it fits; exits 1 if it does not",
     )
-    parser.add_argument("--load", metavar="N/s", default="1/s", help="--pod: requests a second (default: 1/s)")
-    parser.add_argument("--prompt-tokens", type=_positive, default=256, help="--pod: of a request (default: 256)")
-    parser.add_argument("--output-tokens", type=_positive, default=128, help="--pod: of a request (default: 128)")
+    parser.add_argument("--load", metavar="N/s", default=None, help="--pod: requests a second (default: 1/s)")
+    parser.add_argument("--prompt-tokens", type=_positive, default=None, help="--pod: of a request (default: 256)")
+    parser.add_argument("--output-tokens", type=_positive, default=None, help="--pod: of a request (default: 128)")
     parser.add_argument("--attention", metavar="TEXT", help="write an HTML page of all attention weights over a text")
     parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
     _add_verbose(parser)

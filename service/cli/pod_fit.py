@@ -39,15 +39,24 @@ class Pod:
     @classmethod
     def parse(cls, text: str) -> Pod:
         """Parse `memory=4Gi,cpu=2`; raises `ConfigError`."""
-        given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        parts = [part.strip().partition("=")[::2] for part in text.split(",")]
+        given = dict(parts)
         try:
             memory = byte_size(re.sub(r"(?<=[KMGT]i|\d[KMGT])$", "B", given.pop("memory")))
-            cpus = int(given.pop("cpu"))
+            cpus = _whole_cpus(given.pop("cpu"))
         except (KeyError, ValueError):
             given["?"] = ""
-        if given or cpus < 1:
+        if given or len(parts) > 2 or cpus < 1:
             raise ConfigError(f"--pod: found {text!r}, expected memory=4Gi,cpu=2 with whole CPUs")
         return cls(memory, cpus)
+
+
+def _whole_cpus(text: str) -> int:
+    """Parse `2`, `2.0` or `2000m`, as Kubernetes writes CPUs; raises `ValueError`."""
+    cpus = float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    if not cpus.is_integer():
+        raise ValueError(text)
+    return int(cpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +175,9 @@ def _lines(
         f"  measured  {load.prompt} tokens {1e3 * costs.prompt:.1f} ms" + (steps if load.output else ""),
     ]
     if found.busy >= 1:
-        return [*lines, f"  load      DOES NOT FIT: at most {found.most_requests:.2g} requests a second"]
+        return [*lines, f"  load      DOES NOT FIT: at most {_number(found.most_requests)} requests a second"]
     lines.append(
-        f"  load      fits: {found.busy:.0%} of the {found.most_requests:.2g} requests a second that it can serve"
+        f"  load      fits: {found.busy:.0%} of the {_number(found.most_requests)} requests a second that it can serve"
     )
     if not load.output:
         return [*lines, f"  reckoned  a request takes {1e3 * found.first_token:.0f} ms on average"]
@@ -177,6 +186,11 @@ def _lines(
         f"  reckoned  {found.sequences:.1f} sequences run; first token after {1e3 * found.first_token:.0f} ms, then "
         f"one each {1e3 * found.between_tokens:.1f} ms, the whole in {found.request:.1f} s, on average",
     ]
+
+
+def _number(value: float) -> str:
+    """Write a number with two digits, or all of a larger one."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _measure(llm: object, load: Load) -> Costs:

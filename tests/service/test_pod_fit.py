@@ -11,6 +11,7 @@ import pytest
 from tests import checkpoints
 from triptych.model.errors import ConfigError
 from triptych.service.cli import pod_fit
+from triptych.service.cli.main import main
 from triptych.service.cli.pod_fit import Costs, Load, Pod, forecast
 
 
@@ -60,7 +61,17 @@ def test_more_than_it_can_serve_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["memory=4Gi", "cpu=2", "memory=4Gi,cpu=0", "memory=4Gi,cpu=1.5", "memory=x,cpu=1", ""]
+    "text",
+    [
+        *("memory=4Gi", "cpu=2", "memory=4Gi,cpu=0", "memory=4Gi,cpu=1.5", "memory=x,cpu=1", "", "memory=4Gi,cpu=500m"),
+        *(
+            "memory=4Gi,cpu=inf",
+            "memory=4Gi,cpu=nan",
+            "memory=4Gi,cpu=-1",
+            "memory=4Gi,cpu=1,cpu=2",
+            "memory=4Gi,cpu=m",
+        ),
+    ],
 )
 def test_a_bad_pod_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--pod: found .*, expected memory=4Gi,cpu=2"):
@@ -70,6 +81,7 @@ def test_a_bad_pod_is_refused(text: str) -> None:
 def test_kubernetes_and_our_units_are_read() -> None:
     assert Pod.parse("memory=512Mi, cpu=2") == Pod(512 << 20, 2) == Pod.parse("cpu=2,memory=512MiB")
     assert Pod.parse("memory=2G,cpu=1").memory == 2 * 10**9
+    assert Pod.parse("memory=4000Mi,cpu=2000m") == Pod(4000 << 20, 2) == Pod.parse("memory=4000Mi,cpu=2.0")
     for text in ("0/s", "x", "-1/s", "1/m"):
         with pytest.raises(ConfigError, match="--load: found"):
             Load.parse(text, 1, 1)
@@ -85,3 +97,25 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert pod_fit.report("m", str(path), Pod(1 << 20, 1), Load(1e9, 8, 4), as_json=False) == 1
     text = capsys.readouterr().out
     assert "memory    DOES NOT FIT" in text and "load      DOES NOT FIT: at most" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--load", "5/s"), "--load needs --pod"),
+        (("--prompt-tokens", "5"), "--prompt-tokens needs --pod"),
+        (("--output-tokens", "5"), "--output-tokens needs --pod"),
+        (("--pod", "memory=4Gi,cpu=1", "--memory", "1GiB"), "--memory does not go with --pod"),
+        (("--pod", "memory=4Gi,cpu=1", "--context", "9"), "--context does not go with --pod"),
+    ],
+)
+def test_an_option_that_would_not_be_read_is_refused(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "code", *arguments])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_numbers_have_no_exponent() -> None:
+    assert [pod_fit._number(one) for one in (0.012, 7.25, 140.0, 12_345.6)] == ["0.012", "7.2", "140", "12346"]
