@@ -192,6 +192,7 @@ class Model:
     stamp: Stamp = ()  # of the files of `spec`, if they are watched
     changed: bool = False  # whether its files are others than those that were loaded
     missed: int = 0  # consecutive scans without its folder, if that is watched
+    with_base: bool = False  # whether an adapter went because its base model did, and comes back with that
     reason: str = ""  # why it failed or is unloaded
     error: ApiError | None = None  # of the last failed load, for its requester
     retry_at: float = 0.0  # by `time.monotonic()`: earliest time to load a failed model again for a request
@@ -222,7 +223,8 @@ class Model:
 
     def serve(self, served: ServedModel) -> None:
         """Mark the model as loaded by the engine."""
-        self.state, self.served, self.refusal, self.changed = State.LOADED, served, None, False
+        self.state, self.served, self.refusal = State.LOADED, served, None
+        self.changed = self.with_base = False
         self.used_at = time.monotonic()
 
     def offer(self, checkpoint: Checkpoint) -> None:

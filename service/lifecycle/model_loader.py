@@ -224,7 +224,19 @@ class ModelLoader:
             outcome = "loaded"
             model.serve(served)
             self._announce(served)
+            self._bring_adapters(model)
         self._ended(model, outcome, began)
+
+    def _bring_adapters(self, base: Model) -> None:
+        """Load the adapters that went with their base model, which is loaded again."""
+        assert base.served is not None
+        for adapter in self._models.adapters_of(base):
+            adapter.retry_at = 0.0  # what failed without the base may be tried again
+            if adapter.with_base and adapter.state in (State.UNLOADED, State.FAILED):
+                adapter.state = State.AVAILABLE
+                adapter.offer(base.served.checkpoint)
+                if self._settings.max_loras is None:  # else those that requests name are
+                    self.begin_load(adapter)
 
     def _ended(self, model: Model, outcome: _Outcome, began: float) -> None:
         if model.state is State.FAILED:
@@ -382,6 +394,8 @@ class ModelLoader:
         served = model.served
         assert served is not None
         for adapter in self._models.adapters_of(model):
+            if adapter.state in (State.LOADED, State.AVAILABLE):
+                adapter.with_base = reason == "request" and model.origin is not Origin.REQUEST
             if adapter.state is State.LOADED:
                 self.begin_unload(adapter, reason, drain_s)
         going = [one.task for one in self._models.adapters_of(model) if one.state is State.UNLOADING and one.task]
@@ -410,6 +424,11 @@ class ModelLoader:
             pass  # the engine was lost, and the model with it
         except Exception as error:  # the model takes no requests in any case
             log_unexpected(error)
+        for adapter in self._models.adapters_of(model):
+            if adapter.state is State.LOADED:  # its load had begun before
+                await asyncio.wait({self.begin_unload(adapter, reason)})
+            elif reason == "request" and adapter.state is State.AVAILABLE and adapter.origin is not Origin.MODELS_DIR:
+                await self._withdraw(adapter)
         model.task = None
         self._metrics.unloaded(model.name, reason)
         logger.info("%s is unloaded: %s", model.name, reason)
@@ -421,7 +440,7 @@ class ModelLoader:
 
     async def _withdraw(self, model: Model) -> None:
         """Offer a model that is not loaded no more, until an operator loads it."""
-        if model.origin is Origin.REQUEST:
+        if model.origin is Origin.REQUEST and not model.with_base:
             self._models.forget(model)
             return
         model.state, model.reason = State.UNLOADED, "unloaded by request"

@@ -348,17 +348,55 @@ def test_a_folder_of_adapters_is_read_on_demand_and_again_when_it_changes(tmp_pa
     run(work())
 
 
-def test_an_unloaded_base_takes_its_adapters_with_it_and_a_request_brings_both_back() -> None:
+NOT_PINNED = replace(SETTINGS, models=replace(SETTINGS.models, pin=False))
+
+
+async def settled(client: httpx.AsyncClient) -> dict[str, str]:
+    """Return the states of all models once no load or unload runs."""
+    models = client._transport.app.state.service.loader._models  # type: ignore[attr-defined]
+    while tasks := [one.task for one in models if one.task is not None]:
+        await asyncio.wait(tasks)
+    return await states(client)
+
+
+async def order(client: httpx.AsyncClient, what: str, **body: Any) -> None:
+    reply = await client.post(f"/models/{what}", json=body)
+    assert reply.status_code == 200, reply.text
+
+
+def test_an_unloaded_base_takes_its_adapters_with_it_and_brings_them_back() -> None:
     async def work() -> None:
-        async with service("sql", settings=replace(SETTINGS, models=replace(SETTINGS.models, pin=False))) as client:
-            assert (await client.post("/models/unload", json={"name": "base"})).status_code == 200
-            states = {one["name"]: one["state"] for one in (await client.get("/models")).json()["models"]}
-            assert states == {"base": "unloaded", "sql": "unloaded"}
+        async with service("sql", "fr", settings=NOT_PINNED) as client:
+            extra = {"path": str(folders()["fr"]), "adapter_of": "base"}
+            await order(client, "load", name="extra", **extra)
+            await order(client, "unload", name="fr")
+            await order(client, "unload", name="base")
+            gone = dict.fromkeys(("base", "sql", "fr", "extra"), "unloaded")
+            assert await settled(client) == gone
             refused = await client.post("/models/load", json={"name": "sql"})
             assert "base model base was unloaded" in refused.text
-            for name in ("base", "sql"):
-                assert (await client.post("/models/load", json={"name": name})).status_code == 200
+            await order(client, "load", name="base")
+            back = dict.fromkeys(("base", "sql", "extra"), "loaded")
+            assert await settled(client) == back | {"fr": "unloaded"}, "an adapter that was unloaded alone stays so"
             assert await complete(client, "sql", PROMPTS[0]) == wanted_text("sql", PROMPTS[0])
+
+    run(work())
+
+
+def test_a_base_that_comes_back_offers_the_adapters_that_were_not_in_memory() -> None:
+    settings = replace(NOT_PINNED, models=replace(NOT_PINNED.models, max_loras=1))
+
+    async def work() -> None:
+        async with service("sql", settings=settings, later=("fr",)) as client:
+            await order(client, "unload", name="base")
+            assert await settled(client) == {"base": "unloaded", "sql": "unloaded", "fr": "unloaded"}
+            check_error(
+                await client.post("/v1/completions", json={"model": "fr", "prompt": "a"}), 404, "model_not_found"
+            )
+            await order(client, "load", name="base")
+            assert await settled(client) == {"base": "loaded", "sql": "available", "fr": "available"}
+            for name in ("fr", "sql"):
+                assert await complete(client, name, PROMPTS[0]) == wanted_text(name, PROMPTS[0])
 
     run(work())
 
