@@ -45,7 +45,13 @@ def usable_sockets() -> int:
 
 def threads_of(environment: Mapping[str, str]) -> int:
     """Return the number of threads of a process with this environment that computes."""
-    return _given(environment.get(VARIABLE, "")) or usable_cpus()
+    return given_threads(environment) or usable_cpus()
+
+
+def given_threads(environment: Mapping[str, str]) -> int | None:
+    """Return the number of threads that an environment names: the first of `4` or `4,2`; None if it is none above 0."""
+    first = environment.get(VARIABLE, "").partition(",")[0].strip()
+    return min(int(first), MOST_THREADS) or None if first.isascii() and first.isdigit() else None
 
 
 def set_threads(threads: int | None) -> None:
@@ -64,12 +70,6 @@ def cpu_list(text: str) -> set[int]:
         except ValueError:
             return set()
     return found
-
-
-def _given(text: str) -> int | None:
-    """Return the first number of a value such as `4` or `4,2`; None if there is none above 0."""
-    first = text.partition(",")[0].strip()
-    return min(int(first), MOST_THREADS) or None if first.isascii() and first.isdigit() else None
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -22,7 +22,6 @@ from triptych.model.system.child_process import ConnectedChild
 from triptych.service.app import Application, create_app
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.lifecycle.fleet import Replicas
-from triptych.service.lifecycle.state import service_of
 from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
 from triptych.service.planning.capabilities import capabilities
 from triptych.service.runtimes.http_server import MonitoringApp, http_server
@@ -110,8 +109,7 @@ def _with_monitoring(lifespan: Lifespan[Application], settings: ServiceSettings)
     async def both(app: Application) -> AsyncIterator[Mapping[str, Any]]:
         replicas = MULTIPROCESS_FOLDER in os.environ  # whose metrics are added: any of them may answer
         with _listener(settings.host, settings.metrics_port, "--metrics-port", is_shared=replicas) as listener:
-            monitoring = MonitoringApp(service_of(app))
-            async with http_server(monitoring, [listener], settings.limits), lifespan(app) as state:
+            async with http_server(MonitoringApp(app), [listener], settings.limits), lifespan(app) as state:
                 yield state or {}
 
     return both
@@ -133,6 +131,13 @@ def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
     """Bind a socket to the configured address (port 0: any free one). Raises `ConfigError` if that fails."""
     with _listener(settings.host, settings.port, "--port") as listener:
         yield listener
+
+
+def check_metrics_port(settings: ServiceSettings) -> None:
+    """Raise `ConfigError` if the metrics port is taken. The replicas of a service share it, and so could others."""
+    if settings.metrics_port:
+        with _listener(settings.host, settings.metrics_port, "--metrics-port"):
+            pass
 
 
 @contextmanager

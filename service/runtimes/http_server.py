@@ -9,15 +9,14 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import uvicorn
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from triptych.service.core.errors import ApiError, not_found
-from triptych.service.http.bodies import json_response
+from triptych.service.app import Application
+from triptych.service.core.errors import ApiError, not_found, render
 from triptych.service.http.bounded_protocol import bounded_protocol
-from triptych.service.http.message_head import header_of
-from triptych.service.lifecycle.state import Service
-from triptych.service.settings.service_settings import Limits
+from triptych.service.http.sites import CrossOrigins, Sites
+from triptych.service.lifecycle.state import service_of
+from triptych.service.settings.service_settings import Limits, is_loopback
 
 _CLOSE_SECONDS = 5  # after the drain, for replies that are still being sent
 _MONITORING: Final = ("/metrics", "/livez", "/readyz")
@@ -57,27 +56,25 @@ async def http_server(app: ASGIApp, listeners: list[socket.socket], limits: Limi
 
 
 class MonitoringApp:
-    """Answers /metrics, /livez and /readyz of a service without a key, and nothing else."""
+    """Answers /metrics, /livez and /readyz of an application without a key, by its routes, and nothing else.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    A name in the header Host is checked as on the port of clients: else a web page could read /metrics by DNS
+    rebinding.
+    """
+
+    def __init__(self, app: Application) -> None:
+        settings = service_of(app).settings
+        checks_host = settings.allowed_hosts or is_loopback(settings.host)
+        self._app = app
+        self._sites = Sites(CrossOrigins(()), settings.allowed_hosts if checks_host else None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = self._reply(scope["method"], scope["path"], header_of(scope["headers"], b"accept") or "")
+            if scope["method"] not in ("GET", "HEAD") or scope["path"] not in _MONITORING:
+                raise not_found(f"this port answers GET of {', '.join(_MONITORING)}")
+            if scope["path"] == "/metrics":
+                self._sites.check(scope, is_own_key=False)
         except ApiError as error:
-            response = json_response(error.body(), error.status, error.headers)
-        await response(scope, receive, send)
-
-    def _reply(self, method: str, path: str, accept: str) -> Response:
-        service = self._service
-        if method not in ("GET", "HEAD") or path not in _MONITORING:
-            raise not_found(f"this port answers GET of {', '.join(_MONITORING)}")
-        if path == "/metrics":
-            text, content_type = service.metrics.render(service.client, accept)
-            return Response(text, headers={"Content-Type": content_type})
-        if path == "/livez":
-            service.check_live()
-        else:
-            service.check_ready()
-        return json_response({"status": "ok"})
+            await render(error)(scope, receive, send)
+            return
+        await self._app.table({**scope, "app": self._app, "method": "GET"}, receive, send)

@@ -96,7 +96,11 @@ def config(**settings: object) -> ServeConfig:
         ({"replicas": replicas("9")}, None, 1),
         ({"replicas": replicas("2"), "threads": 4}, None, 4),
         ({"replicas": replicas("2")}, "3", 3),
+        ({"replicas": replicas("2")}, "", 2),  # no number: the variable says nothing
+        ({"replicas": replicas("2")}, "0", 2),
+        ({"replicas": replicas("2")}, "all", 2),
         ({}, "3", 3),
+        ({}, "", None),
     ],
 )
 def test_replicas_of_one_machine_divide_its_cpus(
@@ -113,6 +117,8 @@ def test_replicas_of_one_machine_divide_its_cpus(
         (None, 0.0, "1", 4),  # 1 is Ray's value for an actor without CPUs
         (None, 2.0, "2", 2),
         (None, 2.0, "8", 2),
+        (None, 2.5, "2", 2),
+        (None, 0.5, "1", 1),
         (None, 0.0, "8", 8),
         (3, 2.0, "2", 3),
     ],

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import re
+import socket
 import wave
 from collections.abc import Iterator
 from dataclasses import fields
@@ -41,6 +42,7 @@ from triptych.service.cli import banner
 from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES, SERVER_FAULTS
 from triptych.service.core.request_context import IN_PROXY, RequestContext
 from triptych.service.observability import logs
+from triptych.service.runtimes.assembly import check_metrics_port
 from triptych.service.runtimes.http_server import MonitoringApp
 from triptych.service.schemas.replies import InfoReply, ModelsReply
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -61,11 +63,15 @@ def test_the_metrics_port_needs_no_key_and_answers_nothing_else() -> None:
     made = make_app(settings=ServiceSettings(api_keys=("a-key",), metrics_port=9400))
 
     async def talk() -> None:
-        transport = httpx.ASGITransport(MonitoringApp(made.service))
+        transport = httpx.ASGITransport(MonitoringApp(made.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             found = await client.get("/metrics")
             assert found.headers["content-type"].startswith("text/plain") and b"triptych_http_requests" in found.content
             assert (await client.get("/livez")).json() == {"status": "ok"}
+            assert (await client.head("/metrics")).status_code == 200
+            rebound = await client.get("/metrics", headers={"Host": "evil.example:9400"})
+            assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "unknown_host")
+            assert (await client.get("/readyz", headers={"Host": "evil.example"})).status_code == 200
             for method, path in (("GET", "/info"), ("POST", "/generate"), ("POST", "/metrics"), ("GET", "/metrics/")):
                 assert (await client.request(method, path)).json()["error"]["code"] == "not_found"
 
@@ -521,3 +527,11 @@ def test_settings_are_checked() -> None:
             with pytest.raises(ConfigError, match=name):
                 Limits(**{name: number})
     assert "secret" not in repr(ServiceSettings(api_keys=("secret",)))
+
+
+def test_a_metrics_port_that_another_service_shares_among_its_replicas_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        settings = ServiceSettings(metrics_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="choose another with --metrics-port"):
+            check_metrics_port(settings)
+    check_metrics_port(settings)

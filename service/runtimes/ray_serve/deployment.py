@@ -49,6 +49,7 @@ from triptych.service.runtimes.assembly import (
     base_url,
     build_app,
     build_models,
+    check_metrics_port,
     listening,
     tune_garbage_collector,
     uses_of,
@@ -521,6 +522,7 @@ def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
     """Set the port, if it is 0, and the log format, if it is auto: only this process has the terminal."""
     with listening(config.settings) as listener:
         port = listener.getsockname()[1]
+    check_metrics_port(config.settings)
     log_format = config.settings.log_format
     if log_format == "auto":
         log_format = "plain" if sys.stderr.isatty() else "json"

@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.model.system import cpu_sets
-from triptych.model.system.cpu_threads import VARIABLE, cpu_quota, threads_of, usable_cpus, usable_sockets
+from triptych.model.system.cpu_threads import (
+    VARIABLE,
+    cpu_quota,
+    given_threads,
+    threads_of,
+    usable_cpus,
+    usable_sockets,
+)
 from triptych.service.settings.serve_config import ServeConfig
 
 logger = logging.getLogger("triptych.ray")
@@ -25,8 +32,9 @@ def with_threads(config: ServeConfig, environment: Mapping[str, str], *, on_gpus
     changes: dict[str, Any] = {}
     if config.settings.cpu_binding == "auto" and (count == 1 or on_gpus):
         changes["cpu_binding"] = "off"
-    if config.settings.threads is None and (count > 1 or VARIABLE in environment):
-        changes["threads"] = threads_of(environment) if VARIABLE in environment else max(1, usable_cpus() // count)
+    given = given_threads(environment)
+    if config.settings.threads is None and (count > 1 or given):
+        changes["threads"] = given or max(1, usable_cpus() // count)
         if not on_gpus and (reason := _no_help(count)):
             logger.warning("%d replicas compute with %d thread(s) each. %s", count, changes["threads"], reason)
     groups = tuple(replace(one, settings=replace(one.settings, **changes)) for one in config.groups)
@@ -54,8 +62,8 @@ def threads_of_replica(settings_threads: int | None, assigned_cpus: float, envir
     """
     if settings_threads is not None:
         return settings_threads
-    if assigned_cpus >= 1:
-        return int(assigned_cpus)
+    if assigned_cpus > 0:
+        return max(1, int(assigned_cpus))
     return threads_of(environment if environment.get(VARIABLE) != "1" else {})
 
 
