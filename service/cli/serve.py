@@ -28,15 +28,18 @@ def serve(
     settings: Mapping[str, Any],
     groups: Mapping[str, FileSettings] | None = None,
     engine: ConnectedChild | None = None,
+    note: str = "",
 ) -> int:
     """Serve models (name -> `path` and engine settings) and groups of models until a signal; return the exit code.
 
-    `engine` is an engine process for the local runtime that has already been started.
+    `engine` is an engine process for the local runtime that has already been started. `note` is told first.
     """
     began = time.monotonic()
     all_json = settings.get("log_format") == "json"
     if all_json:
         logs.setup("json")
+    if note:
+        _print(f"triptych: {note}", all_json=all_json)
     try:
         config = resolve_config(models, settings, groups)
         tell = partial(_print, all_json=all_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,11 @@ BASE_IMAGE = os.environ.get("BASE_IMAGE", "python:3.11-slim")
 WHEELS = ROOT / "wheels"
 BUILD_SECONDS = 1800
 READY_SECONDS = 120
+
+
+def locked(lock: str) -> dict[str, str]:
+    """Return name -> version of a lock, names in small letters with hyphens."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / lock).read_text(), re.MULTILINE))
 
 
 def docker(*arguments: str, timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:

