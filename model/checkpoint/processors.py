@@ -51,7 +51,7 @@ PICTURE_SETTINGS = {  # of the processors of models that read pictures in prompt
     **table(
         served=(
             *("patch_size", "merge_size", "min_pixels", "max_pixels"),
-            *("max_image_size", "do_image_splitting"),
+            *("max_image_size", "do_image_splitting", "max_soft_tokens", "pooling_kernel_size"),
         ),
         refused=("pad_size",),
         unused=(

@@ -42,11 +42,11 @@ class NormConfig:
     eps: float
     unit_offset: bool = False  # the gain is stored as its distance from 1 (Gemma)
     bias: bool = True  # LAYER: whether it shifts too (ModernBERT: not)
-    gain: bool = True  # LAYER: whether it multiplies, too (OLMo: neither)
+    gain: bool = True  # whether it multiplies, too (OLMo, the pictures of Gemma 4: neither)
 
     def __post_init__(self) -> None:
-        if not self.gain and (self.kind is not NormKind.LAYER or self.bias or self.unit_offset):
-            raise ConfigError("a norm without gains is a LayerNorm without a bias")
+        if not self.gain and ((self.kind is NormKind.LAYER and self.bias) or self.unit_offset):
+            raise ConfigError("a norm without gains has no bias either")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,7 @@ class AttentionConfig:
     output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
     value_norm: NormConfig | None = None  # of each head's values: an RMS norm without gains (Gemma 4)
     keys_as_values: bool = False  # values have no projection: they are the keys before their norm (Gemma 4)
+    bounded: bool = False  # inputs and outputs of each projection stay within stored bounds (Gemma 4's tower)
     windowed: bool = False  # of a picture's tower: sees the patches of its own window alone (Qwen2.5-VL)
     keys_of: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own (Gemma 4)
 

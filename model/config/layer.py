@@ -57,6 +57,7 @@ class MLPConfig:
     clamp: GateClamp | None = None  # of a gated SiLU
     xielu: bool = False  # the activation is xIELU, which has learned numbers (Huang & Schlag 2024; Apertus)
     block: int = 1  # columns that ranks do not part: as many of the stored weights share a scale
+    bounded: bool = False  # as of `AttentionConfig`
 
     def __post_init__(self) -> None:
         require_positive(intermediate_size=self.intermediate_size)

@@ -22,6 +22,7 @@ class GridPositions(StrEnum):
     RESAMPLED = "resampled"  # bilinearly, the table's corners at the picture's (Qwen)
     FIXED = "fixed"  # pictures have as many rows and columns as the table (CLIP, SigLIP)
     NEAREST = "nearest"  # that of the table's part in which the patch begins (Idefics 3)
+    SUMMED = "summed"  # that of its column and that of its row, of a table of `grid` of either (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class PatchConfig:
     grid: int | None = None  # positions a side of a learned table; None: there is none
     positions: GridPositions = GridPositions.RESAMPLED
     first: bool = False  # a learned vector goes before the patches, with the table's first position (CLIP)
+    channels_last: bool = False  # a patch has all channels of a pixel, then the next pixel's (Gemma 4)
+    centred: bool = False  # what pixels are after their normalisation, from 0 to 1, is read as -1 to 1 (Gemma 4)
 
     def __post_init__(self) -> None:
         require_positive(size=self.size, merge=self.merge, channels=self.channels, frames=self.frames)
@@ -47,6 +50,12 @@ class PatchConfig:
     def elements(self) -> int:
         """Numbers of a patch."""
         return self.channels * self.frames * self.size**2
+
+    @property
+    def table_rows(self) -> int:
+        """Vectors of the learned table."""
+        grid = self.grid or 0
+        return 2 * grid if self.positions is GridPositions.SUMMED else grid**2 + self.first
 
     @property
     def cell(self) -> int:
@@ -71,6 +80,8 @@ class MergerConfig:
     norm_last: bool = False  # over the joined rows, not over each
     bias: bool = True  # of the products
     mean: bool = False  # the rows of a block are not joined, their mean is taken (Gemma 3)
+    factor: float = 1.0  # of means
+    standardised: bool = False  # means are then (x - bias) * scale, both learned (Gemma 4)
     folds: bool = False  # joined rows come down to the tower's width first, by a matrix without a bias (Mistral 3)
 
 
@@ -83,6 +94,8 @@ class PicturesConfig:
     tower: StackConfig
     merger: MergerConfig
     both_ways: bool = False  # the tokens of one picture see each other both ways (Gemma 3)
+    in_windows: bool = False  # they do so in layers with windows alone (Gemma 4)
+    layer_token: int | None = None  # the token whose vectors for every layer the rows of a picture get (Gemma 4)
     window: int | None = None  # blocks a side of the windows that `windowed` layers see (Qwen2.5-VL)
     # Layers of the tower whose outputs are merged too, each by its own matrices, and added to a picture's rows after
     # the decoder's first layers, one after each (Meng et al. 2024: DeepStack).

@@ -3,7 +3,7 @@
 Layers of windows and of full attention have other heads; values are normalised, layers share keys, every layer gets a
 vector of each token, and one size has experts parallel to the MLP.
 
-Of the models that read images and sounds too the language model is served.
+Pictures are in `gemma4_pictures.py`; of sounds and films nothing is served.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TWO_SIDES = {
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    # "vision": tokens of images see each other; there are none here.
+    # "vision": the tokens of a picture see each other; the table of pictures reads it too.
     if raw.get("use_bidirectional_attention") not in (None, "vision"):
         raise ConfigError("use_bidirectional_attention of all tokens is not served for Gemma 4")
     raw = raw.otherwise(vocab_size=262_144, max_position_embeddings=131_072)

@@ -6,7 +6,7 @@ PaliGemma is not one of them: it reads its prompts in both directions.
 
 from __future__ import annotations
 
-from triptych.model.families import qwen_pictures, towers
+from triptych.model.families import gemma4_pictures, qwen_pictures, towers
 from triptych.model.families.table.text_part import Whole
 
 _LLAMA, _QWEN2, _QWEN3, _MISTRAL = Whole("llama"), Whole("qwen2"), Whole("qwen3"), Whole("mistral")
@@ -17,7 +17,7 @@ WHOLES: dict[str, Whole] = {
     "deepseek_vl_hybrid": _LLAMA,
     "fast_vlm": _QWEN2,
     "gemma3": Whole("gemma3_text", pictures=towers.GEMMA3),
-    "gemma4": Whole("gemma4_text", scales=True),
+    "gemma4": Whole("gemma4_text", scales=True, pictures=gemma4_pictures.GEMMA4),
     "gemma4_unified": Whole("gemma4_unified_text", scales=True),
     "got_ocr2": _QWEN2,
     "idefics2": _MISTRAL,

@@ -22,6 +22,7 @@ class PackedMatrix(ctypes.Structure):  # matrix.h
         ("tiles", c_int64),
         ("group", c_int64),
         ("offset", c_void_p),
+        ("bounds", c_void_p),
     )
 
 

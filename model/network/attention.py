@@ -12,6 +12,7 @@ from triptych.model.config.attention import AttentionConfig, NormSpan, RotaryCon
 from triptych.model.linear.base import LinearSpec, Part, Split
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.adapters import RowAdapters
+from triptych.model.network.bounds import bounds_of, project
 from triptych.model.network.fused_ops import rotate_both, sigmoid_gated
 from triptych.model.network.inputs import StepContext
 from triptych.model.network.norms import build_heads_norm, head_norm
@@ -39,6 +40,7 @@ class SelfAttention(nn.Module):
         parts = [queries if at < 2 else keys for at, size in enumerate(self.sizes) if size]
         self.qkv = linear(LinearSpec("qkv", hidden_size, tuple(parts), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
+        self.qkv_bounds, self.out_bounds = (bounds_of(one, bounded=config.bounded) for one in (self.qkv, self.out))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         if config.qk_norm is not None:
@@ -61,10 +63,10 @@ class SelfAttention(nn.Module):
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
-        q, gate, k, v = step.project(self.qkv, x).split_with_sizes(self.sizes, dim=-1)
+        q, gate, k, v = project(self.qkv, self.qkv_bounds, x, step).split_with_sizes(self.sizes, dim=-1)
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         if config.keys_of is not None:
-            return step.project(self.out, self._gated(self._read(q, config.keys_of, step, cache).flatten(1), gate))
+            return self._projected(self._read(q, config.keys_of, step, cache).flatten(1), gate, step)
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = k if config.keys_as_values else v.unflatten(-1, (config.num_kv_heads, config.head_dim))
         if self.v_norm is not None:
@@ -82,7 +84,7 @@ class SelfAttention(nn.Module):
             preparation = self._preparation(step, cache)
             if preparation is not None:
                 mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
-                return step.project(self.out, self._gated(mixed.flatten(1), gate))
+                return self._projected(mixed.flatten(1), gate, step)
         if config.qk_norm is not None and not self.norms_first and not config.turns_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
@@ -96,7 +98,7 @@ class SelfAttention(nn.Module):
         if cache is None and step.layer in step.key_owners:
             step.kept[step.layer] = k, v
         mixed = backend.forward(q, k, v, cache, metadata, config, bias, self.sinks)
-        return step.project(self.out, self._gated(mixed.flatten(1), gate))
+        return self._projected(mixed.flatten(1), gate, step)
 
     def _read(self, q: Tensor, owner: int, step: StepContext, cache: LayerCache | None) -> Tensor:
         """What queries `[T, H, D]`, not prepared yet, read of the keys of the layer `owner`."""
@@ -110,9 +112,10 @@ class SelfAttention(nn.Module):
             return backend.forward(q, *step.kept[owner], None, metadata, config, None, self.sinks)
         return backend.forward(q, None, None, cache, metadata.reading, config, None, self.sinks)
 
-    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        """What the heads have read `[T, H D]`, through the gate if there is one."""
-        return sigmoid_gated(mixed, gate) if self.config.output_gate else mixed
+    def _projected(self, mixed: Tensor, gate: Tensor, step: StepContext) -> Tensor:
+        """The output of what the heads have read `[T, H D]`, through the gate if there is one."""
+        mixed = sigmoid_gated(mixed, gate) if self.config.output_gate else mixed
+        return project(self.out, self.out_bounds, mixed, step)
 
     def _preparation(self, step: StepContext, cache: LayerCache | None) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""

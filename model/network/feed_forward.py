@@ -12,6 +12,7 @@ from triptych.model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, 
 from triptych.model.linear.base import LinearSpec, Part, Split
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.bounds import bounds_of, project
 from triptych.model.network.fused_ops import clamped, gated, weighted_sums
 from triptych.model.network.inputs import StepContext
 from triptych.model.network.norms import SublayerNorms, build_norm
@@ -27,12 +28,13 @@ class MLP(nn.Module):
         self.config = config
         up, down = projections(config, hidden_size)
         self.up, self.down = linear(up), linear(down)
+        self.up_bounds, self.down_bounds = (bounds_of(one, bounded=config.bounded) for one in (self.up, self.down))
         self.xielu = nn.Parameter(torch.empty(4)) if config.xielu else None
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
-        inner = step.project(self.up, x)
+        inner = project(self.up, self.up_bounds, x, step)
         inner = activated(self.config, inner) if self.xielu is None else xielu(inner, self.xielu)
-        return step.project(self.down, inner)
+        return project(self.down, self.down_bounds, inner, step)
 
 
 def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[LinearSpec, LinearSpec]:

@@ -36,6 +36,7 @@ class GivenRows(NamedTuple):
 
     rows: Tensor
     vectors: Tensor
+    layer_token: int | None = None  # whose vectors for every layer they get; None: their own tokens'
     added: tuple[Tensor, ...] = ()  # `[N, d]` to these rows after the first layer, the second, and so on
 
 

@@ -127,6 +127,10 @@ def _unserved(target: str, config: ModelConfig) -> str:
     if place.startswith("mlp") and isinstance(layer.feed_forward, ExpertsConfig):
         return "experts and their routers"
     mixer = layer.mixer
+    if (place.startswith("attn.") and getattr(mixer, "bounded", False)) or (
+        place.startswith("mlp.") and getattr(layer.feed_forward, "bounded", False)
+    ):
+        return "projections whose outputs have bounds"
     if place == "attn.qkv" and isinstance(mixer, AttentionConfig) and isinstance(mixer.position, DisentangledConfig):
         return "queries and keys that relative positions are compared with (DeBERTa)"
     if place in (*ADAPTED, OF_SOURCES):

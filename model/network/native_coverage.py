@@ -37,7 +37,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     PositionConfig: "kind max_positions offset interleaved inclusive",
     LayerConfig: "mixer feed_forward norms cross parallel one_norm residual_scale embedding scaled shares_weights_with",
     AttentionConfig: "num_heads num_kv_heads head_dim scale qkv_bias out_bias position window softcap qk_norm "
-    "qk_norm_span sinks output_gate value_norm keys_as_values windowed keys_of",
+    "qk_norm_span sinks output_gate value_norm keys_as_values windowed keys_of bounded",
     RotaryConfig: "dim theta scaling factor original_max_positions length low_freq_factor high_freq_factor beta_fast "
     "beta_slow truncate attention_factor long_attention_factor growth interleaved short_factors long_factors turning "
     "sections in_turn frequencies_again frequencies_in_turn",
@@ -47,7 +47,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     GatedDeltaConfig: "num_key_heads num_value_heads key_dim value_dim kernel eps",
     NormConfig: "kind eps unit_offset bias gain",
     Norms: "pre output post",
-    MLPConfig: "intermediate_size activation gated bias down_bias clamp block",
+    MLPConfig: "intermediate_size activation gated bias down_bias clamp block bounded",
     GateClamp: "limit gain",
     ExpertsConfig: "count per_token mlp renormalised router_bias shared shared_gate own_norms router_scale "
     "expert_scales",
@@ -84,6 +84,11 @@ def unsupported_layer(config: LayerConfig) -> str | None:
     mixer = config.mixer
     if isinstance(mixer, AttentionConfig) and isinstance(mixer.position, DisentangledConfig) and mixer.window:
         return "a window with disentangled positions"
+    if isinstance(mixer, AttentionConfig) and mixer.bounded and (mixer.qkv_bias or mixer.out_bias):
+        return "bounds of projections with biases"
+    bounded = (getattr(mixer, "bounded", False), getattr(config.feed_forward, "bounded", False))
+    if any(one and norms.pre is None for one, norms in zip(bounded, config.norms, strict=False)):
+        return "bounds of inputs that have no norm"
     return next(fields_not_read(config), None) or unsupported_feed_forward(config.feed_forward)
 
 
@@ -91,6 +96,8 @@ def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     """Return what of a feed-forward C does not compute; None: nothing."""
     if reason := next(fields_not_read(config), None):
         return reason
+    if isinstance(config, MLPConfig) and config.bounded and (config.bias or config.down_bias or not config.gated):
+        return "bounds of an MLP with biases or without a gate"
     if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
         return "a shared expert with another activation"
     return None

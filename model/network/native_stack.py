@@ -49,6 +49,7 @@ from triptych.model.native.structures import (
 from triptych.model.native.structures import Layer as LayerData
 from triptych.model.native.structures import Stack as StackData
 from triptych.model.native.structures import Step as StepData
+from triptych.model.network.bounds import reads_alike
 from triptych.model.network.disentangled import DisentangledBias
 from triptych.model.network.lora import AdapterRuns
 from triptych.model.network.native_adapters import fill_runs
@@ -57,6 +58,7 @@ from triptych.model.network.native_structures import (
     NativePositions,
     delta_structure,
     feed_forward_structure,
+    fill_bounds,
     fill_delta,
     fill_feed_forward,
     layer_states,
@@ -113,7 +115,7 @@ def attach_native_stacks(model: Transformer) -> None:
     library = model.linear.library
     if library is not None:
         for stack in model.stacks.values():
-            if NativeStack.unsupported(stack.config) is None:
+            if NativeStack.unsupported(stack.config) is None and reads_alike(stack):
                 stack.runner = NativeStack(stack, library)
 
 
@@ -251,6 +253,8 @@ class NativeStack:
         if layer.attn.v_norm is not None:
             attn.v_norm = self._norm(layer.attn.v_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
+        fill_bounds(attn.input, layer.attn.qkv_bounds, self._keep)
+        fill_bounds(attn.output, layer.attn.out_bounds, self._keep)
         if layer.attn.sinks is not None:
             attn.shape.sinks = self._keep(layer.attn.sinks)
         if layer.bias is not None:  # of its own

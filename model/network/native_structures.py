@@ -15,7 +15,7 @@ from triptych.model.config.attention import AttentionConfig, DisentangledConfig,
 from triptych.model.config.layer import ExpertsConfig, MLPConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.linear.base import Linear
-from triptych.model.linear.native import NativeLinear, packed_bytes, packed_linear, packed_matrix
+from triptych.model.linear.native import PANEL_WIDTH, NativeLinear, packed_bytes, packed_linear, packed_matrix
 from triptych.model.native.library import ACTIVATIONS, CLAMPED_SILU, KINDS, Kind, Library
 from triptych.model.native.structures import (
     DeltaLayer,
@@ -27,6 +27,7 @@ from triptych.model.native.structures import (
     PackedMatrix,
     RelativePositions,
 )
+from triptych.model.network.bounds import Bounds
 from triptych.model.network.delta_net import GatedDeltaNet
 from triptych.model.network.disentangled import DisentangledBias
 from triptych.model.network.feed_forward import MLP, Experts
@@ -55,6 +56,8 @@ def fill_feed_forward(layer: MLPLayer, module: MLP | Experts, norm: Norms, keep:
     """Give it the packed matrices of a module; `keep` keeps a float32 array alive and tells where it is."""
     if isinstance(module, MLP):
         layer.up, layer.down = packed_matrix(module.up), packed_matrix(module.down)
+        fill_bounds(layer.up, module.up_bounds, keep)
+        fill_bounds(layer.down, module.down_bounds, keep)
         return
     config, shared, gate = module.config, module.shared, module.shared_gate
     experts = [Expert(_expert_matrix(module.up, i), _expert_matrix(module.down, i)) for i in range(config.count)]
@@ -72,6 +75,15 @@ def fill_feed_forward(layer: MLPLayer, module: MLP | Experts, norm: Norms, keep:
         mixture.router_norm = norm(module.router_norm)
         mixture.router_norm.weight = keep(module.router_norm.get_parameter("weight") * config.router_scale)
     layer.experts = pointer(mixture)
+
+
+def fill_bounds(matrix: PackedMatrix, bounds: Bounds | None, keep: Callable[[Tensor], int]) -> None:
+    """Give a matrix the bounds of its inputs and outputs, if it has any; all of its parts read within the same ones."""
+    if bounds is not None:
+        inputs = torch.tensor(bounds.inputs[0])
+        padding = torch.zeros(2, -matrix.n % PANEL_WIDTH)
+        outputs = torch.cat([bounds.of_outputs().float(), padding], dim=1)
+        matrix.bounds = keep(torch.cat([inputs, outputs.flatten()]))
 
 
 def plan_feed_forward(layer: MLPLayer, config: MLPConfig | ExpertsConfig, hidden: int, sizes: Sizes) -> None:

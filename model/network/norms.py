@@ -95,7 +95,7 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
     if config.kind is NormKind.RMS and config.unit_offset:
         return OffsetRMSNorm(size, config.eps)
     if config.kind is NormKind.RMS:
-        return nn.RMSNorm(size, eps=config.eps)
+        return nn.RMSNorm(size, eps=config.eps, elementwise_affine=config.gain)
     if config.unit_offset:
         return OffsetLayerNorm(size, config.eps, bias=config.bias)
     return nn.LayerNorm(size, eps=config.eps, elementwise_affine=config.gain, bias=config.bias)

@@ -31,7 +31,7 @@ class Pictures(nn.Module):
         self.first = nn.Parameter(torch.empty(size)) if patches.first else None
         self.table: nn.Parameter | None = None
         if patches.grid is not None:
-            self.table = nn.Parameter(torch.empty(patches.grid**2 + patches.first, size))
+            self.table = nn.Parameter(torch.empty(patches.table_rows, size))
         self.merger = Merger(config.merger, patches.merge**2, size, width, linear.within("merger"))
         self.deep = nn.ModuleList(
             Merger(config.deep_merger, patches.merge**2, size, width, linear.within(f"deep.{place}"))
@@ -45,6 +45,7 @@ class Pictures(nn.Module):
         """Begin with the normalised pixels `[C, H, W]` of a picture, whose sides are multiples of a block's."""
         patches = self.config.patches
         rows, columns = pixels.shape[1] // patches.size, pixels.shape[2] // patches.size
+        pixels = 2 * (pixels - 0.5) if patches.centred else pixels
         places, x = patch_places(rows, columns, patches.merge), patch_rows(pixels, patches)  # [2, N], [N, P]
         order, lengths = None, None
         if self.config.window is not None:
@@ -109,6 +110,9 @@ class Merger(nn.Module):
         super().__init__()
         self.config, self.count = config, count
         joined = size if config.mean else count * size
+        self.standard_bias, self.standard_scale = (
+            nn.Parameter(torch.empty(size)) if config.standardised else None for _ in range(2)
+        )
         self.norm = build_norm(config.norm, joined if config.norm_last else size)
         self.fold: Linear | None = None
         if config.folds:
@@ -125,7 +129,7 @@ class Merger(nn.Module):
         x = x if config.norm_last else self.norm(x)
         blocks = x.view(-1, self.count, x.shape[1])
         if config.mean:
-            x = blocks.mean(dim=1)
+            x = self._standardised(blocks.float().mean(dim=1) * config.factor).to(x.dtype)
         elif self.fold is not None:  # its columns are those of a convolution
             x = self.fold(blocks.transpose(1, 2).flatten(1))
         else:
@@ -134,6 +138,11 @@ class Merger(nn.Module):
         x = x if self.inner is None else ACTIVATIONS[config.activation](self.inner(x))
         merged: Tensor = self.out(x)
         return merged
+
+    def _standardised(self, means: Tensor) -> Tensor:
+        if self.standard_bias is None or self.standard_scale is None:
+            return means
+        return (means - self.standard_bias.float()) * self.standard_scale.float()
 
 
 def patch_places(rows: int, columns: int, merge: int) -> Tensor:
@@ -147,6 +156,8 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> Tensor:
     """Return the pixels `[C, H, W]` of a picture as patches `[N, elements]`, in the order of their places."""
     (channels, height, width), size, merge = pixels.shape, config.size, config.merge
     cut = pixels.reshape(channels, height // config.cell, merge, size, width // config.cell, merge, size)
+    if config.channels_last:
+        return cut.permute(1, 4, 2, 5, 3, 6, 0).flatten(0, 3).flatten(1)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # [N, C, size, size]
     return cut[:, :, None].expand(-1, -1, config.frames, -1, -1).flatten(1)
 
@@ -175,6 +186,11 @@ def positions_of(table: Tensor, config: PatchConfig, places: Tensor, sides: tupl
         case GridPositions.FIXED:
             if sides != (config.grid, config.grid):
                 raise ValueError(f"pictures have {config.grid} patches a side, found {sides}")
+        case GridPositions.SUMMED:
+            if max(sides) > config.grid:
+                raise ValueError(f"pictures have at most {config.grid} patches a side, found {sides}")
+            of_column, of_row = (to_device(at, table.device) for at in (column, config.grid + row))
+            return table[of_column] + table[of_row]
     return table[to_device(row * config.grid + column, table.device)]
 
 

@@ -160,7 +160,10 @@ class StackPass:
         self._dump = PassDump(stack.dump, inputs.input_ids, x) if stack.dump is not None else None
         vectors = None
         if stack.layer_embeddings is not None:
-            vectors = stack.layer_embeddings(inputs.input_ids, tokens)
+            ids, given = inputs.input_ids, inputs.given
+            if given is not None and given.layer_token is not None:
+                ids = ids.index_fill(0, given.rows, given.layer_token)
+            vectors = stack.layer_embeddings(ids, tokens)
         owners = stack.config.key_owners
         self._step = StepContext(inputs, backend, cross, x.dtype, stack.bias, stack.relative, owners, vectors)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from triptych.model.api.request import ImageSpan, image_source
 from triptych.model.config.model import ImageConfig
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, listed
 from triptych.model.vision.decoding import MAX_PIXELS, ImageError, decode
 from triptych.model.vision.processing import (
     LONGEST_SIDE,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_RATIO = 200  # of the longer side to the shorter, of `Way.AREA`
 _LONGEST_TILED = 4_096  # pixels of the longer side, of `Way.TILES`
 MOST_ROWS = 4_096  # positions of a picture, or of a tile
+_BUDGETS = (70, 140, 280, 560, 1_120)  # positions that `Way.BUDGET` may have
 _LOW = 512  # pixels a side that the detail "low" leaves
 
 
@@ -42,12 +43,13 @@ class Way(StrEnum):
     SQUARE = "square"  # one size for all (CLIP, SigLIP)
     AREA = "area"  # its own proportions, between two numbers of pixels (Qwen)
     LONGEST = "longest"  # its own proportions, up to a longest side (Pixtral)
+    BUDGET = "budget"  # its own proportions, as large as a number of positions allows (Gemma 4)
     TILES = "tiles"  # squares of one size, then the whole as one more (Idefics 3)
 
 
 _CLASSES = {
     **dict.fromkeys(("CLIP", "Siglip", "Llava", "Gemma3", "ViT", "Bit", "DeiT"), Way.SQUARE),
-    **{"Qwen2VL": Way.AREA, "Pixtral": Way.LONGEST, "Idefics3": Way.TILES, "SmolVLM": Way.TILES},
+    **{"Gemma4": Way.BUDGET, "Qwen2VL": Way.AREA, "Pixtral": Way.LONGEST, "Idefics3": Way.TILES, "SmolVLM": Way.TILES},
 }
 
 
@@ -72,7 +74,7 @@ class PreparedPicture:
 class PictureProcessing(ImageProcessing):
     """How the pictures of one model are resized and cut, and what stands for them in a prompt.
 
-    `least` and `most` are pixels (`AREA`), or those of the longest side (`LONGEST`, `TILES`).
+    `least` and `most` are pixels (`AREA`), those of the longest side (`LONGEST`, `TILES`), or positions (`BUDGET`).
     """
 
     way: Way
@@ -122,18 +124,18 @@ class PictureProcessing(ImageProcessing):
         sides = {Way.SQUARE: self.size, Way.TILES: self.tile, Way.LONGEST: self.most + side - 1}
         if self.way in sides:
             return (sides[self.way] // side) ** 2
-        return self.most // side**2
+        return self.most if self.way is Way.BUDGET else self.most // side**2
 
     def bounded(self) -> PictureProcessing:
         """Return the processing that makes no more than `MOST_ROWS` of a picture, whose memory has to be there."""
         side = self.patch * self.merge
-        bounds = {Way.AREA: MOST_ROWS * side**2, Way.LONGEST: math.isqrt(MOST_ROWS) * side}
+        bounds = {Way.AREA: MOST_ROWS * side**2, Way.LONGEST: math.isqrt(MOST_ROWS) * side, Way.BUDGET: MOST_ROWS}
         most = min(self.most, bounds.get(self.way, self.most))
         return replace(self, most=most, least=min(self.least, most))
 
     def _low(self) -> PictureProcessing:
         """Return the processing of pictures that are to take few positions."""
-        most = {Way.AREA: _LOW**2, Way.LONGEST: _LOW}.get(self.way)
+        most = {Way.AREA: _LOW**2, Way.LONGEST: _LOW, Way.BUDGET: _BUDGETS[0]}.get(self.way)
         most = self.most if most is None else min(self.most, most)
         least = min(self.least, most) if self.way == Way.AREA else self.least
         return replace(self, most=most, least=least, splits=False)
@@ -142,7 +144,7 @@ class PictureProcessing(ImageProcessing):
         """Return what the tower reads, resized: the picture or its tiles, with the rows and columns of tiles."""
         if self.way == Way.TILES:
             return self._tiled(image)
-        sides = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest}.get(self.way)
+        sides = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest, Way.BUDGET: self._by_budget}.get(self.way)
         return [self.resized(image) if sides is None else self._at(image, *sides(image.width, image.height))], (0, 0)
 
     def _at(self, image: Image.Image, width: int, height: int) -> Image.Image:
@@ -169,6 +171,17 @@ class PictureProcessing(ImageProcessing):
             factor = math.sqrt(self.least / (height * width))
             return math.ceil(width * factor / side) * side, math.ceil(height * factor / side) * side
         return new
+
+    def _by_budget(self, width: int, height: int) -> tuple[int, int]:
+        """Multiples of a block's side, with the picture's proportions and as many blocks as there may be positions."""
+        side = self.patch * self.merge
+        factor = math.sqrt(self.most * side**2 / (height * width))
+        columns, rows = math.floor(factor * width / side), math.floor(factor * height / side)
+        if not rows:
+            rows, columns = 1, min(width // height, self.most)
+        elif not columns:
+            columns, rows = 1, min(height // width, self.most)
+        return columns * side, rows * side
 
     def _by_longest(self, width: int, height: int) -> tuple[int, int]:
         """The picture's sides, or less, rounded up to a block's."""
@@ -235,6 +248,10 @@ _TEXTS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
         dict(token="{image_token}", mark="{boi_token}", before="\n\n{boi_token}", after="{eoi_token}\n\n"),
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "Gemma4": (
+        dict(token="{image_token}", mark="{image_token}", before="{boi_token}", after="{eoi_token}"),
+        {"image_token": "<|image|>"},
+    ),
     "Pixtral": (
         dict(token="{image_token}", mark="{image_token}", row_end="{image_break_token}", after="{image_end_token}"),
         {"image_token": "[IMG]"},
@@ -294,6 +311,11 @@ def _check_patches(settings: Mapping[str, Any], patch: int, merge: int, where: s
 
 def _bounds(way: Way, settings: Mapping[str, Any], side: int, merge: int, where: str) -> dict[str, Any]:
     """Return the fields that bound the size of pictures which keep their proportions."""
+    if way is Way.BUDGET:
+        if (most := settings.get("max_soft_tokens")) not in _BUDGETS:
+            counts = listed(map(str, _BUDGETS))
+            raise ConfigError(f"{where}: max_soft_tokens must be one of {counts}, found {most!r}"[:300])
+        return {"most": most}
     size = settings.get("size")
     size = dict(size) if isinstance(size, Mapping) else {}
     if way is Way.AREA:

@@ -28,6 +28,9 @@ from triptych.model.errors import ConfigError
 from triptych.model.llm import LLM
 
 KIND, BOTH_WAYS = "qwen3-5-pictures", "gemma3-pictures"
+# Whose positions have three coordinates; whose tokens have vectors for every layer, and a picture's none of their own.
+ANY_SIZE = pytest.mark.parametrize("kind", [KIND, "gemma4-pictures"])
+SEEING_THEMSELVES = pytest.mark.parametrize("kind", [BOTH_WAYS, "gemma4-dense-pictures", "gemma4-experts-pictures"])
 FIRST, SECOND, THIRD = picture(16, 40, 1), picture(8, 8, 2), picture(40, 24, 3)
 SECOND_LARGE = picture(24, 24, 4)  # within the bounds of the processor
 
@@ -44,13 +47,13 @@ def asking(name: str, parts: Sequence[Sequence[int] | Source], kind: str = KIND,
     )
 
 
-def questions() -> list[Request]:
+def questions(kind: str = KIND) -> list[Request]:
     return [
-        asking("one", [prompt(5), FIRST, prompt(7)]),
-        asking("first", [THIRD, prompt(3)]),
-        asking("several", [prompt(3), FIRST, prompt(1), SECOND, prompt(4), THIRD, prompt(2)]),
-        asking("text", [prompt(21)]),
-        asking("equal", [prompt(2), FIRST, prompt(9)]),
+        asking("one", [prompt(5), FIRST, prompt(7)], kind),
+        asking("first", [THIRD, prompt(3)], kind),
+        asking("several", [prompt(3), FIRST, prompt(1), SECOND, prompt(4), THIRD, prompt(2)], kind),
+        asking("text", [prompt(21)], kind),
+        asking("equal", [prompt(2), FIRST, prompt(9)], kind),
     ]
 
 
@@ -58,12 +61,13 @@ def worst(run: Running, requests: Sequence[Request]) -> float:
     return max(run.runner.worst(one.model, one, run.ids(one.request_id)) for one in requests)
 
 
+@ANY_SIZE
 @pytest.mark.parametrize("budget", [256, 7, 1])
-def test_logits_equal_transformers_wherever_prompts_are_cut(budget: int) -> None:
-    run = running(KIND, budget=budget)
-    for one in questions():
+def test_logits_equal_transformers_wherever_prompts_are_cut(kind: str, budget: int) -> None:
+    run = running(kind, budget=budget)
+    for one in questions(kind):
         run.engine.add(one)
-    assert worst(run.run(), questions()) < 1e-4
+    assert worst(run.run(), questions(kind)) < 1e-4
 
 
 def test_logits_of_c_equal_transformers() -> None:
@@ -96,19 +100,21 @@ def encoded(run: Running) -> int:
     return run.engine.scheduler.pictures.num_encoded
 
 
-def test_a_preempted_prompt_is_computed_again() -> None:
-    run = running(KIND, num_blocks=24, max_num_seqs=4, budget=16)
-    requests = [asking(str(number), [prompt(3 + number), FIRST, prompt(9)], max_tokens=20) for number in range(4)]
+@ANY_SIZE
+def test_a_preempted_prompt_is_computed_again(kind: str) -> None:
+    run = running(kind, num_blocks=24 if kind == KIND else 40, max_num_seqs=4, budget=16)
+    requests = [asking(str(number), [prompt(3 + number), FIRST, prompt(9)], kind, max_tokens=20) for number in range(4)]
     for one in requests:
         run.engine.add(one)
     assert worst(run.run(), requests) < 1e-4
     assert run.engine.scheduler.num_preemptions > 0
 
 
-def test_a_prefix_that_is_cached_needs_no_picture() -> None:
-    run = running(KIND, picture_rows=16)
-    first, again = (asking(name, [prompt(6), THIRD, prompt(11)]) for name in ("first", "again"))
-    longer = asking("longer", [prompt(6), THIRD, prompt(11), [*run_ids(first)], SECOND, prompt(5)])
+@ANY_SIZE
+def test_a_prefix_that_is_cached_needs_no_picture(kind: str) -> None:
+    run = running(kind, picture_rows=16)
+    first, again = (asking(name, [prompt(6), THIRD, prompt(11)], kind) for name in ("first", "again"))
+    longer = asking("longer", [prompt(6), THIRD, prompt(11), [*run_ids(first)], SECOND, prompt(5)], kind)
     for one, count in ((first, 1), (again, 1), (longer, 2)):
         run.engine.add(one)
         run.run()
@@ -118,7 +124,7 @@ def test_a_prefix_that_is_cached_needs_no_picture() -> None:
 
 
 def run_ids(one: Request) -> list[int]:
-    run = running(KIND)
+    run = running(one.model)
     run.engine.add(one)
     return run.run().ids(one.request_id)
 
@@ -282,54 +288,58 @@ def test_a_model_of_texts_refuses_pictures() -> None:
 SQUARE, OTHER = picture(32, 32, 5), picture(32, 32, 6)  # 16 tokens, more than a window
 
 
-def squares(**params: Any) -> list[Request]:
+def squares(kind: str, **params: Any) -> list[Request]:
     parts: list[list[Sequence[int] | Source]] = [
         [prompt(6), SQUARE, prompt(11)],
         [SQUARE, prompt(2), OTHER, prompt(5), SQUARE, prompt(3)],
         [prompt(30)],
         [prompt(21), OTHER, prompt(1)],
     ]
-    return [asking(str(number), one, BOTH_WAYS, **params) for number, one in enumerate(parts)]
+    return [asking(str(number), one, kind, **params) for number, one in enumerate(parts)]
 
 
+@SEEING_THEMSELVES
 @pytest.mark.parametrize("tokens", [1, 5, 20])
-def test_a_picture_that_sees_itself_is_computed_in_one_step(tokens: int) -> None:
+def test_a_picture_that_sees_itself_is_computed_in_one_step(kind: str, tokens: int) -> None:
     """Check prompts that are paced while a stream decodes, in chunks shorter than a picture."""
-    run = running(BOTH_WAYS, budget=24)
-    run.engine.add(asking("stream", [prompt(3)], BOTH_WAYS, max_tokens=60))
+    run = running(kind, budget=24)
+    run.engine.add(asking("stream", [prompt(3)], kind, max_tokens=60))
     run.step()
-    for one in squares():
+    for one in squares(kind):
         run.engine.add(one)
     while run.engine.has_work:
         streamed = len(run.ids("stream"))
         run.outputs += run.engine.step(StepBudget(prompt_tokens=tokens, whole_tokens=16))[0]
         run.engine.check_invariants()
         assert len(run.ids("stream")) == min(60, streamed + 1)
-    assert worst(run, squares()) < 1e-4
+    assert worst(run, squares(kind)) < 1e-4
 
 
-def test_without_both_ways_logits_differ() -> None:
-    run = running(BOTH_WAYS)
+@SEEING_THEMSELVES
+def test_without_both_ways_logits_differ(kind: str) -> None:
+    run = running(kind)
     run.runner._both_ways = False
-    run.engine.add(squares()[0])
-    assert worst(run.run(), squares()[:1]) > 1e-2
+    run.engine.add(squares(kind)[0])
+    assert worst(run.run(), squares(kind)[:1]) > 1e-2
 
 
-def test_pictures_that_see_themselves_are_preempted() -> None:
-    run = running(BOTH_WAYS, num_blocks=26, max_num_seqs=4, budget=24)
-    for one in squares(max_tokens=30):
+@SEEING_THEMSELVES
+def test_pictures_that_see_themselves_are_preempted(kind: str) -> None:
+    run = running(kind, num_blocks=26, max_num_seqs=4, budget=24)
+    for one in squares(kind, max_tokens=30):
         run.engine.add(one)
-    assert worst(run.run(), squares(max_tokens=30)) < 1e-4
+    assert worst(run.run(), squares(kind, max_tokens=30)) < 1e-4
     assert run.engine.scheduler.num_preemptions > 0
 
 
-def test_pictures_that_see_themselves_are_found_again() -> None:
+@SEEING_THEMSELVES
+def test_pictures_that_see_themselves_are_found_again(kind: str) -> None:
     """Check hits that end before, within and after a picture."""
-    run = running(BOTH_WAYS)
-    first = asking("0", [prompt(6), SQUARE, prompt(11)], BOTH_WAYS)
+    run = running(kind)
+    first = asking("0", [prompt(6), SQUARE, prompt(11)], kind)
     others = [
-        asking("1", [prompt(6), SQUARE, prompt(1), prompt(11)], BOTH_WAYS),
-        asking("2", [prompt(6), OTHER, prompt(11)], BOTH_WAYS),
+        asking("1", [prompt(6), SQUARE, prompt(1), prompt(11)], kind),
+        asking("2", [prompt(6), OTHER, prompt(11)], kind),
         replace(first, request_id="3"),
     ]
     for one in [first, *others]:

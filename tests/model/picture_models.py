@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.model.decoder_rows import RECURRENT, SIZES, random_model
+from tests.model.decoder_rows import RECURRENT, SIZES, VOCAB, random_model
 from triptych.model.api.request import ImageSpan, Source, image_source
 
 IMAGE = 0  # the token at each place of a picture; no random prompt has it
@@ -101,6 +101,57 @@ PICTURE_MODELS |= {
         ),
     ),
 }
+# Layers that share keys and have vectors of each token; a window shorter than a picture.
+_GEMMA4: dict[str, Any] = dict(num_hidden_layers=6, sliding_window=9, final_logit_softcapping=3.0, rms_norm_eps=3e-2)
+_GEMMA4 |= dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, global_head_dim=12)
+_SMALL = dict(hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3)
+_LARGE = dict(attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision")
+_LARGE |= dict(hidden_size_per_layer_input=0)
+
+
+def _gemma4(vision: dict[str, Any], **changes: Any) -> Callable[[], Any]:
+    """Return a maker of a Gemma 4 like its published sizes, with random numbers in its buffers."""
+    own = dict(num_key_value_heads=1, head_dim=12, patch_size=4, pooling_kernel_size=2, position_embedding_size=20)
+    maker = _whole(
+        *("Gemma4ForConditionalGeneration", "gemma4_text", "gemma4_vision"),
+        vision=dict(own, **vision),
+        decoder=dict(_GEMMA4, **changes),
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+
+    def make() -> Any:
+        model = maker()
+        randomise_buffers(model)
+        return model
+
+    return make
+
+
+def randomise_buffers(model: Any) -> None:
+    """Give the stored buffers of a Gemma 4 random numbers; its bounds then cut some of what they bound."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(("layer_scalar", "std_scale", "std_bias", "_max")):
+            buffer.uniform_(0.5, 1.5)
+        elif name.endswith("_min"):
+            buffer.uniform_(-1.5, -0.5)
+    for module in model.modules():
+        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+            if hasattr(read := getattr(module, first, None), "input_min"):
+                for one in others:  # parts of a matrix read within the same bounds, so that C computes it
+                    getattr(module, one).input_min.copy_(read.input_min)
+                    getattr(module, one).input_max.copy_(read.input_max)
+
+
+PICTURE_MODELS |= {
+    "gemma4-pictures": _gemma4(dict(use_clipped_linears=True), use_double_wide_mlp=True, **_SMALL),
+    "gemma4-dense-pictures": _gemma4(dict(standardize=True), **_LARGE),
+    "gemma4-experts-pictures": _gemma4(
+        {}, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=20, **_LARGE
+    ),
+}
+_BUDGET = dict(image_processor_type="Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+_BUDGET |= dict(do_normalize=True, **_HALVES)
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3-5-pictures": _AREA,
     "llava": _FIXED,
@@ -112,6 +163,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3-pictures": _FIXED,
     "qwen2-5-vl-pictures": _AREA,
     "qwen3-vl-pictures": _AREA,
+    **dict.fromkeys(("gemma4-pictures", "gemma4-dense-pictures", "gemma4-experts-pictures"), _BUDGET),
 }
 # The pixels of the pictures that a kind reads, where not any.
 SQUARES = {"llava": 32, "llava-siglip": 32, "gemma3-pictures": 32, "idefics3": 24, "smolvlm": 24}
@@ -155,7 +207,7 @@ def pictures_for_reference(kind: str, spans: Sequence[ImageSpan], ids: Sequence[
     given = pixels_for_reference(kind, scaled)
     if kind.startswith(("qwen", "gemma")):
         kinds = torch.tensor([[int(token == IMAGE) for token in ids]], dtype=torch.int32)
-        given["mm_token_type_ids" if kind.startswith("qwen") else "token_type_ids"] = kinds
+        given["token_type_ids" if kind.startswith("gemma3") else "mm_token_type_ids"] = kinds
     return given
 
 
@@ -170,6 +222,8 @@ def pixels_for_reference(kind: str, pictures: Sequence[Tensor], patch: int = 4, 
             patches.append(cut.reshape(height * width // patch**2, -1))
             grids.append([1, height // patch, width // patch])
         return dict(pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids))
+    if kind.startswith("gemma4"):
+        return _patches_of_gemma4(pictures, patch)
     sizes = torch.tensor([one.shape[1:] for one in pictures])
     height, width = sizes.max(dim=0).values.tolist()
     padded = [functional.pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in pictures]
@@ -177,3 +231,17 @@ def pixels_for_reference(kind: str, pictures: Sequence[Tensor], patch: int = 4, 
     if kind in ("idefics3", "smolvlm"):
         return dict(pixel_values=values[None])
     return dict(pixel_values=values) | (dict(image_sizes=sizes) if kind in ("mistral3", "llava-pixtral") else {})
+
+
+def _patches_of_gemma4(pictures: Sequence[Tensor], patch: int) -> dict[str, Tensor]:
+    """Return the patches of pictures row by row, each with its column and row, filled up to the largest picture's."""
+    patches, places = [], []
+    for one in pictures:
+        rows, columns = one.shape[1] // patch, one.shape[2] // patch
+        cut = one.reshape(3, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+        patches.append(cut.reshape(rows * columns, -1))
+        places.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2).flip(1))
+    return dict(
+        pixel_values=nn.utils.rnn.pad_sequence(patches, batch_first=True),
+        image_position_ids=nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1),
+    )

@@ -14,8 +14,43 @@ _GEMMA4 = dict(
     image_token_id=258880,
     tie_word_embeddings=True,
     video_token_id=258884,
-    vision_config={},
     vision_soft_tokens_per_image=280,
+)
+# Fields of both towers.
+_GEMMA4_VISION = dict(
+    default_output_length=280,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=131072,
+    model_type="gemma4_vision",
+    patch_size=16,
+    pooling_kernel_size=3,
+    position_embedding_size=10240,
+    rms_norm_eps=1e-06,
+    rope_parameters=dict(rope_theta=100.0, rope_type="default"),
+)
+_GEMMA4_SMALL_TOWER = dict(
+    **_GEMMA4_VISION,
+    global_head_dim=64,
+    head_dim=64,
+    hidden_size=768,
+    intermediate_size=3072,
+    num_attention_heads=12,
+    num_hidden_layers=16,
+    num_key_value_heads=12,
+    standardize=False,
+    use_clipped_linears=True,
+)
+_GEMMA4_LARGE_TOWER = dict(
+    **_GEMMA4_VISION,
+    global_head_dim=72,
+    head_dim=72,
+    hidden_size=1152,
+    intermediate_size=4304,
+    num_attention_heads=16,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    standardize=True,
+    use_clipped_linears=False,
 )
 _GEMMA4_TEXT = dict(
     attention_bias=False,
@@ -70,12 +105,13 @@ PUBLISHED_GEMMAS = {
         "use_cache": true, "vocab_size": 256000}""",
     ),
     "gemma-4-E2B": Published(
-        4_628_569_379,
+        4_797_114_083,
         published_config(
             "Gemma4ForConditionalGeneration",
             "gemma4",
             **_GEMMA4,
             audio_config={},
+            vision_config=_GEMMA4_SMALL_TOWER,
             text_config=dict(
                 **_GEMMA4_TEXT,
                 attention_k_eq_v=False,
@@ -97,12 +133,13 @@ PUBLISHED_GEMMAS = {
         ),
     ),
     "gemma-4-26B-A4B": Published(
-        25_233_141_790,
+        25_805_936_206,
         published_config(
             "Gemma4ForConditionalGeneration",
             "gemma4",
             **_GEMMA4,
             audio_config=None,
+            vision_config=_GEMMA4_LARGE_TOWER,
             text_config=dict(
                 **_GEMMA4_TEXT,
                 attention_k_eq_v=True,
@@ -121,6 +158,34 @@ PUBLISHED_GEMMAS = {
                 num_kv_shared_layers=0,
                 sliding_window=1024,
                 top_k_experts=8,
+                use_bidirectional_attention="vision",
+                use_double_wide_mlp=False,
+            ),
+        ),
+    ),
+    "gemma-4-31B": Published(
+        31_273_088_876,
+        published_config(
+            "Gemma4ForConditionalGeneration",
+            "gemma4",
+            **_GEMMA4,
+            audio_config=None,
+            vision_config=_GEMMA4_LARGE_TOWER,
+            text_config=dict(
+                **_GEMMA4_TEXT,
+                attention_k_eq_v=True,
+                enable_moe_block=False,
+                hidden_size=5376,
+                hidden_size_per_layer_input=0,
+                intermediate_size=21504,
+                layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
+                max_position_embeddings=262144,
+                num_attention_heads=32,
+                num_global_key_value_heads=4,
+                num_hidden_layers=60,
+                num_key_value_heads=16,
+                num_kv_shared_layers=0,
+                sliding_window=1024,
                 use_bidirectional_attention="vision",
                 use_double_wide_mlp=False,
             ),

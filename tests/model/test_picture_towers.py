@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.checkpoints import copied, loaded, native_backends, saved
+from tests.model.checkpoints import copied, load_native, loaded, native_backends, saved
+from tests.model.lora import matrices, write_adapter
 from tests.model.picture_models import PICTURE_MODELS, SQUARES, pixels_for_reference
+from triptych.model.api.engine_config import EngineConfig
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.native.library import native
 from triptych.model.network.native_stack import NativeStack
 from triptych.model.network.weights import load_model
 
@@ -85,3 +91,55 @@ def test_towers_are_read_by_the_names_of_older_versions(kind: str, before: str, 
     with torch.inference_mode():
         found = load_model(checkpoint, SdpaBackend()).begin_picture(given).finish()
         assert torch.equal(found, loaded(kind).begin_picture(given).finish())
+
+
+# -- Projections with bounds (Gemma 4's smaller sizes).
+
+BOUNDED = "gemma4-pictures"
+
+
+def rows_of(folder: Path, one: Tensor, dtype: torch.dtype = torch.float32, quantization: str = "none") -> Tensor:
+    """Return a picture's rows by C where it is there, else by torch."""
+    checkpoint = read_checkpoint(folder)
+    with torch.inference_mode():
+        library = native()
+        if library is None:
+            return load_model(checkpoint, SdpaBackend()).begin_picture(one).finish()
+        return load_native(checkpoint, library, dtype, quantization=quantization).begin_picture(one).finish().float()
+
+
+@pytest.mark.parametrize("bound", ["input_min", "input_max", "output_min", "output_max"])
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_bounds_cut_what_they_bound(bound: str, part: str, tmp_path: Path) -> None:
+    """Check each kind of bound against the library, where the parts of one matrix have other bounds of their inputs."""
+    folder, given = copied(BOUNDED, tmp_path), pictures(BOUNDED)[0]
+    tensors, reference = load_file(folder / "model.safetensors"), deepcopy(saved(BOUNDED).reference)
+    name = next(name for name in tensors if name.endswith(f"layers.1.{_SUBLAYERS[part]}.{part}.{bound}"))
+    tensors[name] = tensors[name] / 4
+    save_file(tensors, folder / "model.safetensors")
+    reference.get_buffer(name).copy_(tensors[name])
+    with torch.inference_mode():
+        expected = reference.get_image_features(**pixels_for_reference(BOUNDED, [given])).pooler_output[0]
+    found = rows_of(folder, given)
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - rows_of(saved(BOUNDED).path, given)).abs().max() > 1e-3
+
+
+_SUBLAYERS = dict.fromkeys(("q_proj", "v_proj", "o_proj"), "self_attn")
+_SUBLAYERS |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("none", 0.999), ("int8", 0.99)])
+@pytest.mark.parametrize("kind", ["gemma4-pictures", "gemma4-dense-pictures"])
+def test_fewer_bits_give_about_the_same_rows(kind: str, quantization: str, least: float) -> None:
+    given = pictures(kind)[0]
+    found = rows_of(saved(kind).path, given, torch.bfloat16, quantization)
+    cosines = torch.nn.functional.cosine_similarity(found, expected(kind, [given])[0], dim=1)
+    assert cosines.min() > least
+
+
+def test_adapters_of_projections_with_bounds_are_refused(tmp_path: Path) -> None:
+    pairs = matrices(saved(BOUNDED).reference, r"vision_tower.*q_proj\.linear", 2, seed=1)
+    adapter = write_adapter(tmp_path, pairs)
+    with pytest.raises(ConfigError, match="adapters of projections whose outputs have bounds are not served"):
+        LLM(saved(BOUNDED).path, EngineConfig(dtype="float32", kv_cache_memory=1 << 22), lora={"one": adapter})

@@ -14,6 +14,7 @@ import pytest
 import transformers
 from PIL import Image
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.model.test_images import file, picture
@@ -45,6 +46,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "llava": ("llava", "CLIP", {"size": {"shortest_edge": 42}, "crop_size": {"height": 42, "width": 42}}, 14, 1),
     "llava siglip": ("llava", "Siglip", {"size": {"height": 45, "width": 45}}, 14, 1),
     "gemma3": ("gemma3", "Gemma3", {"size": {"height": 56, "width": 56}}, 7, 2),
+    "gemma4": ("gemma4", "Gemma4", {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2}, 8, 2),
+    "gemma4 default": ("gemma4", "Gemma4", {}, 16, 3),
     "qwen": ("qwen3_5", "Qwen2VL", {"patch_size": 16}, 16, 2),
     "qwen bounds": (
         "qwen3_vl",
@@ -91,8 +94,18 @@ def processed(kind: str, settings: dict[str, Any], data: bytes, patch: int, merg
         frames = values.reshape(len(values), 3, 2, patch, patch)
         np.testing.assert_array_equal(frames[:, :, 0], frames[:, :, 1])
         return frames[:, :, 0].reshape(len(values), -1), found
+    if kind == "Gemma4":
+        return _blocks_of_gemma4(values[0], found["image_position_ids"][0], patch, merge), found
     tiles = values[0] if extra else values
     return np.concatenate([blocks(tile, patch, merge) for tile in tiles]), found
+
+
+def _blocks_of_gemma4(patches: np.ndarray, places: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Return the patches, which have all channels of a pixel together and their columns and rows, in blocks."""
+    used = places[:, 0] >= 0
+    columns, rows = (places[used].max(axis=0) + 1).tolist()
+    cut = patches[used].reshape(rows, columns, patch, patch, 3).transpose(4, 0, 2, 1, 3)
+    return blocks(cut.reshape(3, rows * patch, columns * patch), patch, merge)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -124,6 +137,9 @@ def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -
         )
         whole = f"\n\n{tokenizer.boi_token}{tokenizer.image_token * positions}{tokenizer.eoi_token}\n\n"
         return str(Gemma3Processor.replace_image_token(SimpleNamespace(full_image_sequence=whole), found, 0))
+    if case.startswith("gemma4"):
+        processor = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
+        return str(Gemma4Processor.replace_image_token(processor, found, 0))
     if case.startswith("pixtral"):
         height, width = found["image_sizes"][0]  # its processor cannot be imported without torchvision
         rows = ["[IMG]" * (width // patch // merge)] * (height // patch // merge)
@@ -139,7 +155,7 @@ def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -
     return "<image>" * positions
 
 
-@pytest.mark.parametrize("case", ["qwen", "pixtral of llava", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen", "pixtral of llava", "smolvlm", "gemma3", "gemma4 default"])
 def test_a_low_detail_takes_no_more_positions(case: str) -> None:
     model_type, kind, settings, patch, merge = CASES[case]
     made = picture_processing(
@@ -175,7 +191,7 @@ def test_a_folders_own_tokens_stand_for_a_picture() -> None:
     assert made.mark == "<p>"
 
 
-@pytest.mark.parametrize("case", ["qwen", "pixtral", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("case", ["qwen", "pixtral", "smolvlm", "gemma3", "gemma4"])
 def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
     model_type, kind, settings, patch, merge = CASES[case]
     raw = {"image_processor_type": f"{kind}ImageProcessor", **settings}
@@ -208,6 +224,8 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
         ("SmolVLM", {"max_image_size": {"longest_edge": 2800}}, "2800 pixels a side are more than 64 x 28"),
         ("Siglip", {"size": {"height": 2800, "width": 2800}}, "2800 pixels a side"),
         ("Llava", {"do_pad": True}, "do_pad = true"),
+        ("Gemma4", {"max_soft_tokens": 100}, "max_soft_tokens must be one of 70, 140, 280, 560, 1120, found 100"),
+        ("Gemma4", {"pooling_kernel_size": 4}, "pooling_kernel_size is 4, config.json has 2"),
     ],
     ids=str,
 )

@@ -86,9 +86,9 @@ class PictureStore:
         vectors = [self._encoding(part)[part.first : part.first + len(part.rows)] for part in parts]
         self._evict({part.key for part in parts})
         rows = to_device(torch.from_numpy(np.concatenate([part.rows for part in parts])), self._model.device)
-        assert self._model.decoder is not None
+        assert self._model.decoder is not None and self._model.config.pictures is not None
         first, *added = torch.cat(vectors).split(self._model.decoder.config.hidden_size, dim=1)
-        return GivenRows(rows, first, tuple(added))
+        return GivenRows(rows, first, self._model.config.pictures.layer_token, tuple(added))
 
     def _encoding(self, part: PicturePart) -> Tensor:
         """Return the rows `[n, d]` of a picture."""

@@ -278,11 +278,12 @@ class StepProgram:
             uneven=uneven,
         )
         tables, slots = (step.tables, step.slots) if causal else (step.source_tables, None)
-        device = self._cache.device
+        device, pictures = self._cache.device, self._model.config.pictures
+        everywhere = pictures is None or not pictures.in_windows
         return [
             AttentionMetadata(
                 *(q_lens, kv_lens, causal, device, tables[pool], None if slots is None else slots[pool], lengths),
-                key_ends=key_ends,
+                key_ends=key_ends if everywhere or self._cache.pools[pool].window is not None else None,
             )
             for pool in range(len(tables))
         ]

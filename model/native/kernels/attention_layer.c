@@ -58,7 +58,10 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
 
 /* Add the projected output of an attention, which is in t->attended, to x. Ends at a barrier. */
 static void finish_attention(const StackContext *t, const AttentionLayer *layer, int64_t number, int place) {
-    int64_t rows = t->step->rows;
+    int64_t rows = t->step->rows, first, last;
+    thread_range(&t->team, rows, &first, &last);
+    for (int64_t row = first; layer->output.bounds && row < last; row++) /* those that prepare_operand converts */
+        bound_input(&layer->output, t->attended + row * layer->output.k);
     Operand operand = prepare_operand(&t->team, NULL, &layer->output, t->attended, rows);
     add_sublayer(t, number, place, &layer->output, operand, rows, &layer->norms.output, layer->scale, t->x);
     norm_rows(t, &layer->norms.post, t->x, rows);

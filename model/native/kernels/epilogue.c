@@ -88,11 +88,25 @@ INLINE void scale_integers(const Product *product, const SumTile *tile, int vect
     }
 }
 
+/* Keep sums, of a matrix without a bias, within the bounds of their outputs. */
+INLINE void bound_sums(const Product *product, const SumTile *tile, int vectors) {
+    const float *least = product->matrix->bounds + 2 + tile->column;
+    const float *most = least + round_up(product->matrix->n, PANEL_WIDTH);
+    for (int j = 0; j < vectors; j++) {
+        vec low = load(least + j * LANES), high = load(most + j * LANES);
+        for (int i = 0; i < tile->rows; i++) {
+            vec *sum = tile->sums + i * tile->stride + j;
+            *sum = max_vec(low, min_vec(high, *sum));
+        }
+    }
+}
+
 __attribute__((noinline)) void epilogue(const Product *product, const SumTile *tile) {
     int vectors = tile->vectors;
     while (tile->column + (vectors - 1) * LANES >= product->matrix->n) vectors--; /* beyond the last output */
     if (product->matrix->dtype == INT8 && !product->matrix->group) scale_integers(product, tile, vectors);
     if (product->output.adapted) add_low_ranks(&product->output, tile);
+    if (product->matrix->bounds) bound_sums(product, tile, vectors);
     if (product->output.bf16_rows)
         finish_in(PUT_BF16, product, tile, vectors);
     else if (product->output.add && product->output.add_scale != 1.0f) /* of a sublayer, without an activation */

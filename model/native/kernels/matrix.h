@@ -24,6 +24,7 @@ typedef struct {
     int64_t tiles;           /* whether AMX tiles multiply it, where there are any (see start_tiles) */
     int64_t group;           /* numbers of k that share a scale: 32, 64 or 128; 0: a row's share one */
     const float *offset;     /* of groups: [panels][groups][16]; null: none */
+    const float *bounds;     /* lowest and highest input, then of each output, [n rounded up to 16] each; null: none */
 } PackedMatrix;
 
 /* The rows [rows][k] that a product reads, in the form that `operand_kind` names. The caller owns them. */

@@ -98,6 +98,14 @@ static inline void rotate_neighbours(float *head, const float *cos, const float 
     }
 }
 
+/* Keep numbers [size] from `least` to `most`. */
+static inline void bound_in_place(float least, float most, float *row, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store(row + i, max_vec(splat(least), min_vec(splat(most), load(row + i))));
+    for (; i < size; i++) row[i] = row[i] < least ? least : row[i] > most ? most : row[i];
+}
+
 /* Of the gated unit of gpt-oss: gate at most `limit`, up within it, (up + 1) * gate * sigmoid(gain * gate). */
 typedef struct {
     float limit, gain;

@@ -35,6 +35,7 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
         if (layer->gated) gate_in_place(layer->activation, (GateClamp){layer->limit, layer->gain}, at, size);
         if (activation) activate_in_place(activation, at, size);
         if (vectors) multiply_in_place(at, vectors + row * stride, size);
+        bound_input(&layer->down, at);
         if (kind != F32) write_operand(&layer->down, at, team->operand + row * bytes, team->operand_scales + row);
     }
     wait_for_threads(team);

@@ -25,8 +25,14 @@ INLINE void thread_range(const ThreadContext *t, int64_t rows, int64_t *first, i
 
 INLINE void wait_for_threads(const ThreadContext *t) { barrier_wait(t->barrier, t->thread, t->threads); }
 
+/* Keep a row that a product with `matrix` reads within the matrix's bounds, if it has any. */
+INLINE void bound_input(const PackedMatrix *matrix, float *row) {
+    if (matrix->bounds) bound_in_place(matrix->bounds[0], matrix->bounds[1], row, matrix->k);
+}
+
 /* Give the operand of a product of `count` rows [matrix->k] with `matrix`: normalised if there is a norm, in the
- * form that the product reads, in place where they have it already. Ends at a barrier. */
+ * form that the product reads, in place where they have it already. A norm's outputs are kept within the matrix's
+ * bounds; rows without one must be already. Ends at a barrier. */
 INLINE Operand prepare_operand(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows,
                                int64_t count) {
     int kind = operand_kind(matrix), normed = norm && norm->kind != NO_NORM;
@@ -38,6 +44,7 @@ INLINE Operand prepare_operand(const ThreadContext *t, const Norm *norm, const P
             const float *from = rows + row * size;
             if (normed) {
                 normalise(norm, from, size, t->line);
+                bound_input(matrix, t->line);
                 from = t->line;
             }
             write_operand(matrix, from, t->operand + row * bytes, t->operand_scales + row);

@@ -25,7 +25,7 @@ from PIL import Image
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.checkpoints import randomise
-from tests.model.picture_models import pixels_for_reference
+from tests.model.picture_models import pixels_for_reference, randomise_buffers
 from tests.model.test_images import file, picture, png_of
 from tests.model.test_pictures import CASES, blocks, normalised, placeholder, processed
 from triptych.model.api.engine_config import EngineConfig
@@ -49,6 +49,7 @@ _HOSTILE = 1_000
 _TOWERS = {
     "llava": ("LlavaForConditionalGeneration", "llama", "clip_vision_model"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model"),
+    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text", "gemma4_vision"),
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "pixtral"),
     "idefics3": ("Idefics3ForConditionalGeneration", "llama", "idefics3_vision"),
     "smolvlm": ("SmolVLMForConditionalGeneration", "llama", "smolvlm_vision"),
@@ -186,7 +187,12 @@ def _tower(report: Report, kind: str, choose: random.Random, case: str) -> None:
     patch, merge, grid = choose.choice((3, 4, 7)), choose.choice((2, 3)), choose.randint(1, 4)
     vision: dict[str, Any] = dict(hidden_size=size, intermediate_size=choose.randint(9, 50), patch_size=patch)
     whole: dict[str, Any] = dict(image_token_id=5)
-    if tower:
+    if kind == "gemma4":
+        sizes |= dict(hidden_size_per_layer_input=0)
+        vision |= dict(num_attention_heads=heads, num_key_value_heads=1, num_hidden_layers=depth, head_dim=width)
+        vision |= dict(pooling_kernel_size=merge, position_embedding_size=5 * merge, model_type=tower)
+        vision |= dict(standardize=choose.random() < 0.5, use_clipped_linears=choose.random() < 0.5)
+    elif tower:
         image = patch * merge * grid
         vision |= dict(num_attention_heads=heads, num_hidden_layers=depth, image_size=image, model_type=tower)
         merges = {"gemma3": dict(mm_tokens_per_image=grid**2), "mistral3": dict(spatial_merge_size=merge)}
@@ -205,8 +211,9 @@ def _tower(report: Report, kind: str, choose: random.Random, case: str) -> None:
     model_class = getattr(transformers, architecture)
     model = model_class(model_class.config_class(text_config=sizes, vision_config=vision, **whole)).float().eval()
     randomise(model, 0.2)
+    randomise_buffers(model)
     side, cell = patch * merge * grid, patch * merge
-    free = kind in ("mistral3", "qwen2-5-vl", "qwen3-vl")
+    free = kind in ("gemma4", "mistral3", "qwen2-5-vl", "qwen3-vl")
     shapes = [(cell * choose.randint(1, 5), cell * choose.randint(1, 5)) if free else (side, side) for _ in range(3)]
     pictures = [torch.randn(3, *shape) for shape in shapes]
     with TemporaryDirectory() as folder, torch.inference_mode():
