@@ -259,7 +259,7 @@ def render(error: ApiError) -> Response:
     """Return the reply for `error`, and record its reason in the context of the current request."""
     context = current()
     if context is not None and not context.rejection:
-        context.rejection = error.reason
+        context.rejection, context.not_begun = error.reason, NOT_BEGUN in error.headers
     path = "" if context is None else context.path
     if context is not None and path in ANTHROPIC_PATHS:
         shown = anthropic_error(error, context.request_id)

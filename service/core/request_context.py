@@ -16,6 +16,7 @@ from typing import Final
 
 from triptych.service.settings.tenant import NO_TENANT, Tenant
 
+SENDS_ON: Final = "triptych.sends_on"  # key of an ASGI scope: the status of a refusal that is sent to another replica
 IN_PROXY: Final = "triptych.in_proxy"  # key of an ASGI scope: the seconds that the request was in HAProxy before
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break after it
@@ -44,6 +45,7 @@ class RequestContext:
     phases_ms: tuple[float, float, float] | None = None  # in the queue, prefill and decode; None: no output came
     accepted: bool = False  # by the engine; until then the request can be rejected
     rejection: str = ""  # why it was refused
+    not_begun: bool = False  # nothing was done for a refused request, so another replica may take it
     outcome: str = ""  # how it ended, if it was accepted
     status: int = 0  # of the reply; 0: not started
     on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins or cannot begin

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
-from triptych.service.core.request_context import IN_PROXY, RequestContext, current, request_id_from, set_current
+from triptych.service.core.request_context import (
+    IN_PROXY,
+    SENDS_ON,
+    RequestContext,
+    current,
+    request_id_from,
+    set_current,
+)
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.guard import FREE_BYTES, TENANT, BodyRoom, Guard, HeldBody
 from triptych.service.http.message_head import all_of, header_of
@@ -54,6 +61,8 @@ class Accounts:
 
     def end(self, context: RequestContext, scope: Scope) -> None:
         """Count a request as rejected if it was not accepted, log it, and release what it holds."""
+        if context.not_begun and SENDS_ON in scope and self._metrics.is_ready_elsewhere():
+            context.rejection, context.status = "sent_on", scope[SENDS_ON]  # no client sees it
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
             self._tenants.rejected(context)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from prometheus_client import Metric
+from prometheus_client import Metric, multiprocess
 from prometheus_client.core import GaugeMetricFamily
 
 from triptych.model.api.stats import EngineStats, ModelInfo
@@ -146,6 +146,18 @@ class TokenTally:
 # prometheus_client reads its name from the environment when it is imported.
 
 MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def ready_elsewhere(models: Collection[str]) -> bool:
+    """Return whether another process that shares the folder accepts requests for one of these models."""
+    found = []
+    for file in Path(os.environ[MULTIPROCESS_FOLDER]).glob("gauge_livesum_*.db"):
+        pid = int(file.stem.rpartition("_")[2])
+        if pid != os.getpid() and Path(f"/proc/{pid}").exists():
+            found.append(str(file))
+    families = multiprocess.MultiProcessCollector.merge(found)
+    samples = (sample for one in families if one.name == "triptych_engine_ready" for sample in one.samples)
+    return any(sample.value > 0 and sample.labels["model"] in models for sample in samples)
 
 
 def make_folder() -> None:

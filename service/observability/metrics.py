@@ -12,8 +12,10 @@ words, never a prompt, an id or a key. A request that is rejected before its mod
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,7 @@ from triptych.service.observability.metric_parts import (
     TokenTally,
     lora_families,
     make_folder,
+    ready_elsewhere,
     vllm_families,
 )
 
@@ -82,6 +85,8 @@ class Metrics:
         self._at_load: list[Callable[[str], None]] = []
         self._tallies: dict[str, TokenTally] = {}  # by model
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
+        self._served: set[str] = set()  # models that were loaded here
+        self._elsewhere = (-math.inf, False)  # when another replica was looked for, and whether one is ready
         self._make_counters()
         self._make_histograms()
         self._make_gauges()
@@ -103,6 +108,13 @@ class Metrics:
     def rejected(self, context: RequestContext, reason: str) -> None:
         """Count a request that was refused."""
         self._rejections.labels(context.model, reason).inc()
+
+    def is_ready_elsewhere(self) -> bool:
+        """Return whether another replica of this machine accepts requests, as it was a second ago."""
+        now = time.monotonic()
+        if now > self._elsewhere[0] + _UPDATE_SECONDS:
+            self._elsewhere = (now, MULTIPROCESS_FOLDER in os.environ and ready_elsewhere(self._served))
+        return self._elsewhere[1]
 
     def accepted(self, context: RequestContext) -> None:
         """Count a request that an engine accepted, and its prompt tokens."""
@@ -145,6 +157,7 @@ class Metrics:
 
     def loaded(self, info: ModelInfo, version: str, tasks: Iterable[Task], restarts: int) -> None:
         """Set the gauges of a loaded model that do not change; earlier `restarts` of the engine do not count for it."""
+        self._served.add(info.name)
         self._replicas.labels(info.name).set(1)
         self._load_seconds.labels(info.name).set(info.load_seconds)
         self._memory.labels(info.name).set(info.memory_bytes)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.support import ask, make_app
 from triptych.model.errors import ConfigError
-from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, ready_elsewhere
 from triptych.service.observability.metrics import Metrics
 from triptych.service.settings.service_settings import ServiceSettings
 
@@ -115,6 +115,17 @@ def test_a_crashed_replica_keeps_its_counts_and_loses_its_state(tmp_path: Path) 
     assert shown["triptych_requests_total", "gen", "stop", "generate"] == 2
     assert shown["triptych_requests_running", "gen"] == 3
     assert shown["triptych_replicas", "gen"] == 1
+
+
+def test_a_replica_knows_whether_another_one_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MULTIPROCESS_FOLDER, str(tmp_path))
+    assert not ready_elsewhere(["gen"])
+    busy, ready = Replica(tmp_path, 3), Replica(tmp_path, 2)
+    assert ready_elsewhere(["gen"]) and not ready_elsewhere(["another"])
+    ready.process.kill()
+    ready.process.communicate()
+    assert not ready_elsewhere(["gen"])  # the first one lives and is not ready
+    busy.shown()
 
 
 def test_the_folder_of_figures_is_made_or_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

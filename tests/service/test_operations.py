@@ -40,7 +40,7 @@ from triptych.model.errors import ConfigError
 from triptych.service.app import TABLE
 from triptych.service.cli import banner
 from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES, SERVER_FAULTS
-from triptych.service.core.request_context import IN_PROXY, RequestContext
+from triptych.service.core.request_context import IN_PROXY, SENDS_ON, RequestContext
 from triptych.service.observability import logs
 from triptych.service.runtimes.assembly import check_metrics_port
 from triptych.service.runtimes.http_server import MonitoringApp
@@ -424,6 +424,31 @@ def test_the_access_line_and_a_metric_tell_the_time_in_haproxy(lines: io.StringI
     context = RequestContext("r", proxy_s=0.25)
     logs.access(context, "POST", "/generate")
     assert " after 250.0 ms in HAProxy" in json.loads(lines.getvalue().splitlines()[-1])["message"]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_refusal_that_haproxy_sends_on_is_no_fault(
+    lines: io.StringIO, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    app = make_app()
+    monkeypatch.setattr(app.metrics, "is_ready_elsewhere", lambda: elsewhere)
+
+    async def behind_haproxy(scope: Scope, receive: Receive, send: Send) -> None:
+        await app.app({**scope, SENDS_ON: 425}, receive, send)
+
+    async def work(_: httpx.AsyncClient) -> None:
+        transport = httpx.ASGITransport(behind_haproxy)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            app.script.ready = False
+            assert (await client.post("/generate", json=GOOD)).status_code == 503
+
+    run(app, work)
+    (line,) = [found for found in map(json.loads, lines.getvalue().splitlines()) if "status" in found]
+    reason, status = ("sent_on", 425) if elsewhere else ("not_ready", 503)
+    assert (line["outcome"], line["status"]) == (reason, status)
+    counted_as = samples(app, "triptych_rejections_total")
+    assert {reason for (_, reason), value in counted_as.items() if value} == {reason}
+    assert samples(app, "triptych_http_requests_total")["POST", "/generate", str(status)] == 1
 
 
 def test_plain_lines() -> None:

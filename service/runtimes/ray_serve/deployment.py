@@ -39,7 +39,7 @@ from triptych.model.system.cpu_threads import set_threads
 from triptych.model.system.stacks import print_stacks_on_signal
 from triptych.service.core.errors import error_fields, internal, unavailable
 from triptych.service.core.models import Models
-from triptych.service.core.request_context import IN_PROXY
+from triptych.service.core.request_context import IN_PROXY, SENDS_ON
 from triptych.service.core.response_store import StoredResponse
 from triptych.service.http.route_prefix import unprefixed
 from triptych.service.lifecycle.fleet import Fleet, LocalFleet
@@ -55,7 +55,7 @@ from triptych.service.runtimes.assembly import (
     uses_of,
 )
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
-from triptych.service.runtimes.ray_serve.haproxy import ROUTES, TIMES, retried, seconds_in_proxy
+from triptych.service.runtimes.ray_serve.haproxy import RETRIED_STATUS, ROUTES, TIMES, retried, seconds_in_proxy
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
 from triptych.service.runtimes.ray_serve.replica_cpus import bind, threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
@@ -283,8 +283,10 @@ class _Mounted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            inner = {**unprefixed(scope), IN_PROXY: seconds_in_proxy(scope) if self._is_timed else None}
-            await self._app(inner, receive, retried(send) if self._is_retried else send)
+            scope = {**unprefixed(scope), IN_PROXY: seconds_in_proxy(scope) if self._is_timed else None}
+            if self._is_retried:
+                scope, send = {**scope, SENDS_ON: RETRIED_STATUS}, retried(send)
+            await self._app(scope, receive, send)
             return
         await receive()
         await send({"type": "lifespan.startup.complete"})
