@@ -292,6 +292,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._drained.discard(self)
         self.cycle.waiting_for_100_continue = False  # the body is complete; HAProxy loses the reply after a 100
         super().on_message_complete()
+        if self._has_room():  # a long body has paused reading, which alone reveals that the client has gone
+            self.flow.resume_reading()
         if not self._unanswered:  # its reply came before
             self._become_idle()
 

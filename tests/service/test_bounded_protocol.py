@@ -68,6 +68,7 @@ class Transport(asyncio.Transport):
         self.unread = 0
         self.ended = ""
         self.half_closed = False
+        self.is_reading = True
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -97,10 +98,10 @@ class Transport(asyncio.Transport):
         self.half_closed = True
 
     def pause_reading(self) -> None:
-        pass
+        self.is_reading = False
 
     def resume_reading(self) -> None:
-        pass
+        self.is_reading = True
 
 
 class Connection:
@@ -410,6 +411,22 @@ async def test_work_for_a_lost_connection_is_cancelled(connected_to: str) -> Non
     client.protocol.connection_lost(None)
     await client.send(b"") if not client.transport.ended else await asyncio.sleep(0.01)
     assert seen == [499, 0]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@in_a_loop
+async def test_a_long_body_does_not_hide_the_loss_of_its_client(before: int) -> None:
+    """Its parts paused reading, and nothing resumed it until the reply."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await asyncio.sleep(60)
+
+    client = Answering(answer)
+    await client.send(LENGTH + b"x" * before)
+    await client.send(b"x" * (100_000 - before))
+    assert client.protocol.cycle.more_body is False and client.transport.is_reading
 
 
 @pytest.mark.parametrize("connected_to", ["this protocol", "another"])
