@@ -9,7 +9,8 @@ processes of a host share.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
 
@@ -90,6 +91,23 @@ class ImageSpan:
     def place(self, row: int) -> int:
         """Return which token of the prompt a row takes the place of."""
         return self.start + row + (row // self.row_length if self.row_length else 0)
+
+
+def sent_once(images: Sequence[ImageSpan]) -> tuple[ImageSpan, ...]:
+    """Return the pictures of a prompt as they are sent: of equal ones only the first has its pixels."""
+    seen: set[bytes] = set()
+    found: list[ImageSpan] = []
+    for image in images:
+        is_again = image.source.digest in seen
+        found.append(replace(image, source=replace(image.source, features=b"")) if is_again else image)
+        seen.add(image.source.digest)
+    return tuple(found)
+
+
+def received(images: Sequence[ImageSpan]) -> tuple[ImageSpan, ...]:
+    """Return the pictures of a prompt that `sent_once` made, each with its pixels, which equal ones share."""
+    sources: dict[bytes, Source] = {}
+    return tuple([replace(image, source=sources.setdefault(image.source.digest, image.source)) for image in images])
 
 
 def _digest(kind: SourceKind, *parts: bytes) -> bytes:

@@ -20,7 +20,7 @@ from itertools import chain, compress, count
 from typing import TYPE_CHECKING
 
 from triptych.model.api.messages import Abort
-from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.api.request import FinishReason, Request, TokenOutput, received
 from triptych.model.api.stats import EngineStats, StepStats
 from triptych.model.engine.compiling_grammars import CompilingGrammars
 from triptych.model.engine.fault_isolation import Unit, group_units, run_isolated, select, uses_any
@@ -123,6 +123,8 @@ class GenerateEngine:
             raise ConfigError(f"images: {self.name} does not read pictures in prompts")
         adapter = self._adapters.get(request.model)
         request = self._limit_max_tokens(request)
+        if request.images:
+            request = replace(request, images=received(request.images))
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         indices = range(1 if request.params.num_beams > 1 else request.params.n)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from triptych.model.api.request import ImageSpan, image_source
+from triptych.model.api.request import ImageSpan, Source, image_source, sent_once
 from triptych.model.config.model import ImageConfig
 from triptych.model.errors import ConfigError, listed
 from triptych.model.vision.decoding import MAX_PIXELS, ImageError, decode
@@ -353,18 +353,21 @@ def _number(values: Any, key: str, most: int, where: str) -> int:
 def image_spans(token_ids: Sequence[int], token_id: int, pictures: Sequence[PreparedPicture]) -> tuple[ImageSpan, ...]:
     """Return where each part of the pictures stands in a prompt, whose places for them have the id `token_id`.
 
-    Raises `ValueError` where the prompt has another number of such places.
+    Of equal pictures only the first has its pixels. Raises `ValueError` where the prompt has another number of places.
     """
     spans: list[ImageSpan] = []
+    sources: dict[int, list[Source]] = {}  # of each picture
     places = [place for place, token in enumerate(token_ids) if token == token_id]
     first = 0
     for picture in pictures:
-        for part in picture.parts:
-            source = image_source(part, picture.shape, picture.num_positions)
+        if id(picture) not in sources:
+            parts = picture.parts
+            sources[id(picture)] = [image_source(part, picture.shape, picture.num_positions) for part in parts]
+        for source in sources[id(picture)]:
             if first + picture.num_positions > len(places):
                 raise ValueError(f"the prompt has {len(places)} places for pictures, which need more")
             spans.append(ImageSpan(places[first], source, picture.row_length))
             first += picture.num_positions
     if first != len(places):
         raise ValueError(f"the prompt has {len(places)} places for pictures, which need {first}")
-    return tuple(spans)
+    return sent_once(spans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Awaitable
 from typing import TypeVar
+from urllib.parse import unquote
 
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.processing import ImageProcessing
@@ -20,9 +21,13 @@ _SPACES = {ord(one): None for one in " \t\r\n"}  # programs break lines of base6
 
 def file_bytes(value: str, param: str) -> bytes:
     """Return the bytes of an image in base64 or a data URL; raises a 400 that names `param`."""
+    if value[:1].isspace():
+        value = value.lstrip()
     head, separator, data = value.partition(",") if value[:5].lower() == "data:" else ("", ",", value)
     if head and not (separator and head.lower().endswith(";base64")):
         raise _refused(f"{param}: a data URL must have the form data:image/png;base64,DATA", param)
+    if head and "%" in data:  # as in any URL
+        data = unquote(data)
     if "://" in value[:_SCHEME]:
         found = shorten(value[:80])
         raise _refused(f"{param}: the service follows no addresses, found {found}; send the file in base64", param)

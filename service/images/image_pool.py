@@ -127,14 +127,18 @@ class RequestImages:
         Raises `ImageError` for a file that is refused, `WorkerError` if no process starts or becomes free.
         """
         pixels, found = await self._pool.prepare(data, processing, self._left)
-        self._left -= found
-        if (context := current()) is not None:
-            context.images += 1
+        self._count(found)
         return pixels
 
     async def prepare_picture(self, data: bytes, processing: PictureProcessing, detail: str) -> PreparedPicture:
         """Decode the next file as a picture of a prompt, and hold its pixels; raises as `prepare`, or a 429."""
         picture, found = await self._pool.prepare_picture(data, processing, self._left, detail)
-        self._left -= found
+        self._count(found)
         self.hold(len(picture.features))
         return picture
+
+    def _count(self, num_pixels: int) -> None:
+        """Count a file that was decoded."""
+        self._left -= num_pixels
+        if (context := current()) is not None:
+            context.images += 1

@@ -86,6 +86,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
         "tokens_out": context.tokens_out,
         "outcome": outcome,
         **({"proxy_ms": round(context.proxy_s * 1000, 1)} if context.proxy_s is not None else {}),
+        **({"images": context.images} if context.images else {}),
         **({"tenant": context.tenant.name} if context.tenant.name else {}),
         **parts,
     }

@@ -76,8 +76,11 @@ class GeneratePlanner:
         check_request(body.timeout_s, body.priority, self._limits)
         times = Times(arrival, deadline_of(arrival, body.timeout_s, self._limits))
         images = () if shape is None else shape.images
+        written = body.prompt if body.images is not None else None
         if body.images is not None:
             body, images = await self._with_images(body, served, info)
+        elif body.image_detail is not None:
+            raise invalid("image_detail needs images", "image_detail")
         checked = check_body(body, served, info, self._limits, shape)
         check_room(self._client, served, len(checked.prompts) * max(body.n, checked.num_beams))
         constraint = await self._grammars.constraint(body, None if shape is None else shape.constrain)
@@ -91,7 +94,7 @@ class GeneratePlanner:
             n=body.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
             skip_special_tokens=body.skip_special_tokens,
-            echo=await self._echo(checked) if body.echo else (),
+            echo=() if not body.echo else (written,) if isinstance(written, str) else await self._echo(checked),
             constraint=constraint,
             max_output_tokens=len(checked.prompts) * body.n * (body.max_tokens or 0),
             is_cut=any(prompt.is_cut for prompt in tokens.prompts),

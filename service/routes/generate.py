@@ -123,7 +123,8 @@ async def answer_taken(
     """Generate as `answer` does, inside `Service.handling`; `shape` is the reply shape of a dialect that has one."""
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    plan = await service.generate_planner.plan(body, context.request_id, context.started, shape)
+    planning = service.generate_planner.plan(body, context.request_id, context.started, shape)
+    plan = await (planning if body.images is None else cancel_on_disconnect(request, planning))
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     await service.jobs.reserve(context, plan.max_output_tokens)
     stream, job = submit(service, plan)

@@ -11,7 +11,7 @@ from triptych.service.chat import conversation
 from triptych.service.dialects import messages
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
-from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
 from triptych.service.http.model_use import chat_model
 from triptych.service.http.route_table import Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import service_of
@@ -42,7 +42,9 @@ async def create(request: Request) -> Response:
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
         said = messages.conversation(body, served)
-        turn = await conversation.take_turn(service, served, said, answer_is_held=messages.is_held(body))
+        turn = await cancel_on_disconnect(
+            request, conversation.take_turn(service, served, said, answer_is_held=messages.is_held(body))
+        )
         messages.check_thinking(body, turn.format)
         room = output_room(served, service.model_info(served.name), len(turn.ids))
         return await generate.answer_taken(
@@ -67,6 +69,7 @@ async def count_tokens(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
-        count = await conversation.count_tokens(service, served, messages.conversation(body, served))
+        said = messages.conversation(body, served)
+        count = await cancel_on_disconnect(request, conversation.count_tokens(service, served, said))
     context.model, context.tokens_in = served.name, count
     return json_response({"input_tokens": count})

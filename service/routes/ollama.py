@@ -28,7 +28,15 @@ from triptych.service.dialects.ollama_bodies import (
     WritingBody,
 )
 from triptych.service.dialects.ollama_info import API_VERSION, listed, moment, running, shown
-from triptych.service.http.bodies import context_of_request, json_response, named_model, raw_body, read_body, with_model
+from triptych.service.http.bodies import (
+    cancel_on_disconnect,
+    context_of_request,
+    json_response,
+    named_model,
+    raw_body,
+    read_body,
+    with_model,
+)
 from triptych.service.http.json_replies import Json
 from triptych.service.http.model_use import chat_model, hold_model
 from triptych.service.http.parsing import parsed
@@ -72,7 +80,7 @@ async def chat(request: Request) -> Response:
         return at
     ollama.check(body)  # outside of `naming_errors`, like the conversation: their errors name fields of the body
     with at.service.handling():
-        turn = await _fitting_turn(at, body)
+        turn = await cancel_on_disconnect(request, _fitting_turn(at, body))
         ollama.check_thinking(body, at.served, turn.format)
         return await _written(request, at, body, turn.ids, ollama.CHAT_NAMES, turn.format, turn.shape())
 
@@ -103,7 +111,9 @@ async def generate_text(request: Request) -> Response:
             prompt = await _plain_prompt(at, body)
             return await _written(request, at, body, prompt, names, ReplyFormat(), ReplyShape(cuts=bool(body.suffix)))
         said = ollama.prompt_conversation(body, at.served)
-        turn = await take_turn(at.service, at.served, said, answer_is_held=ollama.is_held(body))
+        turn = await cancel_on_disconnect(
+            request, take_turn(at.service, at.served, said, answer_is_held=ollama.is_held(body))
+        )
         ollama.check_thinking(body, at.served, turn.format)
         ids = [*(body.context or ()), *_without_start(at, turn.ids, body)]
         return await _written(request, at, body, ids, names, turn.format, turn.shape())

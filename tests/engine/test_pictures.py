@@ -19,7 +19,7 @@ from tests.model.checkpoints import copied, native_backends, prompt, saved
 from tests.model.lora import matrices, merged, write_adapter
 from tests.model.picture_models import IMAGE, PICTURE_MODELS, SQUARES, picture, with_pictures, write_processor
 from triptych.model.api.engine_config import EngineConfig
-from triptych.model.api.request import FinishReason, Request, Source
+from triptych.model.api.request import FinishReason, Request, Source, sent_once
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.engine.execution.model_runner import ModelRunner
 from triptych.model.engine.scheduling.scheduled_step import StepBudget
@@ -169,6 +169,14 @@ def test_equal_pictures_are_encoded_once_but_not_for_another_salt() -> None:
         run.engine.add(one)
     run.run()
     assert encoded(run) == 2
+
+
+def test_a_picture_that_comes_again_may_have_its_pixels_once() -> None:
+    run, whole = running(KIND), asking("r", [FIRST, prompt(3), SECOND, prompt(1), FIRST, prompt(2)])
+    sent = replace(whole, images=sent_once(whole.images))
+    assert [bool(one.source.features) for one in sent.images] == [True, True, False]
+    run.engine.add(sent)
+    assert worst(run.run(), [whole]) < 1e-4
 
 
 def test_pictures_are_kept_within_bounds() -> None:
