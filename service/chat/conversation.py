@@ -260,7 +260,7 @@ async def _rendered(
     more = {name: value for name, (value, _) in conversation.variables.items()}
     shown = shown_tools(tools, chat.traits)
     if images is not None:
-        shown = without_marks(shown, images, separator)
+        shown, more = without_marks(shown, images, separator), without_marks(more, images, separator)
     if conversation.continues:
         text = await chat.continued(service.renderers, messages, bound, tools=shown, more=more)
     else:

@@ -127,11 +127,14 @@ def texts_of(message: Json) -> Iterator[str]:
 
 
 def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str, known: dict[str, str]) -> list[Json]:
-    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before."""
+    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before.
+
+    Templates join the parts of a content, some without the spaces around them: a mark may go on in the next part.
+    """
     for text in (text for one in messages if one["role"] in _OTHERS for text in texts_of(one)):
         if text not in known:
             known[text] = marks.parted(text, separator)
-    return [_parted(one, known) if one["role"] in _OTHERS else one for one in messages]
+    return [_parted(one, marks, separator, known) if one["role"] in _OTHERS else one for one in messages]
 
 
 def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:
@@ -145,16 +148,17 @@ def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:
     return value
 
 
-def _parted(message: Json, known: Mapping[str, str]) -> Json:
+def _parted(message: Json, marks: SpelledMarks, separator: str, known: Mapping[str, str]) -> Json:
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": known[content]}
     if not isinstance(content, list):
         return message
+    texts = list(texts_of(message))
+    cut = marks.crossed(texts) | marks.crossed([text.strip() for text in texts])
+    parted = iter([known[text] + (separator if at in cut else "") for at, text in enumerate(texts)])
     return message | {
-        "content": [
-            part | {"text": known[part["text"]]} if isinstance(part.get("text"), str) else part for part in content
-        ]
+        "content": [part | {"text": next(parted)} if isinstance(part.get("text"), str) else part for part in content]
     }
 
 
