@@ -171,7 +171,7 @@ def test_equal_pictures_are_encoded_once_but_not_for_another_salt() -> None:
     assert encoded(run) == 2
 
 
-def test_a_picture_that_comes_again_may_have_its_pixels_once() -> None:
+def test_a_picture_that_is_repeated_may_have_its_pixels_once() -> None:
     run, whole = running(KIND), asking("r", [FIRST, prompt(3), SECOND, prompt(1), FIRST, prompt(2)])
     sent = replace(whole, images=sent_once(whole.images))
     assert [bool(one.source.features) for one in sent.images] == [True, True, False]

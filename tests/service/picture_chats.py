@@ -1,4 +1,4 @@
-"""A tiny random model that reads pictures, in a service beside one that reads none, and the parts of messages."""
+"""A tiny random model that reads pictures in prompts, its service, and the parts of messages."""
 
 from __future__ import annotations
 
