@@ -68,7 +68,13 @@ def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
     assert echoed == serve.seen["x-request-id"] != request_id
 
 
-@pytest.mark.parametrize("name", ["x-request-timeout-seconds", "x-request-disconnect-disabled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("x-request-timeout-seconds", "x-request-disconnect-disabled", "x-session-id", "x_session_id"),
+        *("serve_multiplexed_model_id", "serve-multiplexed-model-id"),
+    ],
+)
 def test_headers_that_steer_serve_are_dropped(name: str) -> None:
     serve = Serve(JSONResponse({}))
     ask(serve, **{name: "1", "other": "kept"})

@@ -313,6 +313,9 @@ def test_no_header_steers_the_layers_in_front(base_url: str) -> None:
     reply = httpx.post(f"{base_url}/generate", json={**PROMPT, "max_tokens": 100}, headers=headers, timeout=60)
     assert reply.status_code == 200
     assert reply.json()["usage"]["completion_tokens"] == 100
+    for name in ("X-Session-Id", "Serve-Multiplexed-Model-Id"):
+        reply = httpx.post(f"{base_url}/generate", json=PROMPT, headers={name: b"\xff"}, timeout=60)  # type: ignore[dict-item]
+        assert reply.status_code == 200, name
 
 
 def test_a_killed_engine_fails_its_requests_and_comes_back(service: ServiceProcess) -> None:

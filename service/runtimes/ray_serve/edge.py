@@ -27,7 +27,14 @@ from triptych.service.settings.service_settings import Limits
 Headers = list[tuple[bytes, bytes]]
 
 _ID = b"x-request-id"
-_DROPPED = frozenset({_ID, b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+# Headers by which clients would steer Serve, in the spelling with "-", as it reads some with "_" too. HAProxy has read
+# the session before; Serve replies 500 to one that is not UTF-8.
+_DROPPED = frozenset(
+    {
+        *(_ID, b"x-request-timeout-seconds", b"x-request-disconnect-disabled"),
+        *(b"serve-multiplexed-model-id", b"x-session-id"),
+    }
+)
 _SERVE_ROUTES = "/-/"  # routes of Ray Serve itself, which its health checks request
 
 
@@ -69,7 +76,7 @@ class EdgeMiddleware:
         set_outermost_send(send)
         given = next((value for name, value in scope["headers"] if name == _ID), None)
         request_id = request_id_from(given.decode("latin-1") if given is not None else None).encode()
-        kept = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
+        kept = [(name, value) for name, value in scope["headers"] if name.replace(b"_", b"-") not in _DROPPED]
         # The application may run in another process; there `http.disconnect` reports a lost connection.
         passed = {key: value for key, value in scope.items() if key != LOSS}
         await self._app({**passed, "headers": [*kept, (_ID, request_id)]}, receive, _Reply(send, request_id))
