@@ -21,7 +21,8 @@ _FIRST_ID = 100  # lower ids are special tokens in some models
 class BenchRequest:
     """Holds one request: a prompt (decoder), a source (encoder-decoder) or a text (encoder).
 
-    Of a model that reads sound the ids say which noise a window is, an id for each position (`window`).
+    Of a model that reads sound the ids say which noise a window is, an id for each position (`window`); of one that
+    reads pictures, one id says which noise a picture is (`picture`).
     """
 
     ids: tuple[int, ...]
@@ -61,12 +62,17 @@ def window(ids: Ids, mel_bins: int) -> NDArray[np.float32]:
     return np.random.default_rng(ids).standard_normal((mel_bins, 2 * len(ids)), dtype=np.float32)
 
 
+def picture(ids: Ids, size: int) -> NDArray[np.uint8]:
+    """Return the pixels `[3, size, size]` of the picture that `ids` stand for."""
+    return np.random.default_rng(ids).integers(256, size=(3, size, size), dtype=np.uint8)
+
+
 QUICK = Scale(requests=0.25, lengths=0.5)
 
 
 def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
     """Return the workloads of a form of model: D is a decoder, E an encoder-decoder, S one that reads sound, N an
-    encoder."""
+    encoder, V one that reads pictures."""
     rng = random.Random(scale.seed)
 
     def length(least: int, most: int) -> int:
@@ -102,5 +108,8 @@ def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
             for name, asks in (("one window", windows[:1]), (f"{count} windows", windows))
             for and_beams, beams in (("", 1), (", 5 beams", 5))
         ]
+    if form == "V":
+        pictures = many(128, lambda: BenchRequest(ids(1)))
+        return [Workload("a picture", pictures[:1]), Workload(f"{len(pictures)} pictures", pictures)]
     texts = many(512, lambda: BenchRequest(ids(length(8, 256))))
     return [Workload(f"{len(texts)} texts", texts)]

@@ -280,6 +280,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+# Two towers that compare pictures with texts: CLIP ViT-B/32, and SigLIP base of 224 pixels in patches of 16.
+_TEXT_TOWER = {"num_hidden_layers": 12, "bos_token_id": 49406, "eos_token_id": 49407, "pad_token_id": 1}
+_GREY = [0.5, 0.5, 0.5]  # so that pixels are between -1 and 1 (`pixel_values`)
+_PICTURE_TOWER = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+}
+CONFIGS["V1"] = {
+    "model_type": "clip",
+    "architectures": ["CLIPModel"],
+    "projection_dim": 512,
+    "text_config": {
+        **_TEXT_TOWER,
+        "model_type": "clip_text_model",
+        "vocab_size": 49408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+    },
+    "vision_config": {**_PICTURE_TOWER, "model_type": "clip_vision_model", "patch_size": 32},
+}
+CONFIGS["V2"] = {
+    "model_type": "siglip",
+    "architectures": ["SiglipModel"],
+    "text_config": {
+        **_TEXT_TOWER,
+        "model_type": "siglip_text_model",
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "vision_config": {
+        **_PICTURE_TOWER,
+        "model_type": "siglip_vision_model",
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
 LARGE = ("D3", "D4", "M1", "R1")  # whose weights are drawn in bfloat16: two copies in float32 would not fit
 CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
@@ -321,6 +366,8 @@ def built(name: str, cache: Path) -> Path:
     making.mkdir(parents=True)
     tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in stored_tensors(model)}
     save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
+    if "vision_config" in CONFIGS[name]:
+        (making / "preprocessor_config.json").write_text(json.dumps({"image_mean": _GREY, "image_std": _GREY}))
     (making / "config.json").write_text(json.dumps({**CONFIGS[name], "torch_dtype": "bfloat16"}, indent=1))
     assert tensor_names([making / "model.safetensors"])[0]
     vocabularies.trained(CONFIGS[name], vocabularies.training_texts()).save(str(making / "tokenizer.json"))

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.bench.batches import NO_TIMESTAMPS, BenchRequest, Ids, Workload, window
+from lab.bench.batches import NO_TIMESTAMPS, BenchRequest, Ids, Workload, picture, window
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
-from triptych.model.api.request import EncodeRequest, FinishReason, Pooling, Request, Source, audio_source, token_source
+from triptych.model.api.request import (
+    EncodeRequest,
+    FinishReason,
+    Pooling,
+    Request,
+    Source,
+    SourceKind,
+    audio_source,
+    image_source,
+    token_source,
+)
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.engine.builder import LoadedModel, load
@@ -38,7 +48,7 @@ class Ours:
         start = model.decoder_start_token_id
         info = self.loaded.info
         self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": model.embedding.vocab_size}
-        self._audio = model.audio
+        self._audio, self._image = model.audio, model.image
         self._start = () if start is None else (start,) if self._audio is None else (start, NO_TIMESTAMPS)
 
     def run(self, workload: Workload) -> Run:
@@ -90,11 +100,12 @@ class Ours:
         return self.loaded.generate
 
     def embed(self, texts: Sequence[Ids]) -> list[list[float]]:
-        """Return the mean of the last hidden states of each text."""
+        """Return the mean of the last hidden states of each text, or the vector of each picture."""
         engine, found = self.loaded.encode, {}
         for number, ids in enumerate(texts):
-            source, now = token_source(ids), time.monotonic()
-            engine.add(EncodeRequest(str(number), "bench", source, pooling=Pooling.MEAN, arrival_time=now))
+            source, now = self._source(ids), time.monotonic()
+            pooling = Pooling.MEAN if source.kind is SourceKind.TOKENS else None
+            engine.add(EncodeRequest(str(number), "bench", source, pooling=pooling, arrival_time=now))
         while engine.has_work:
             found.update({output.request_id: output.data for output in engine.step()[0]})
         return [np.frombuffer(found[str(number)], np.float32).tolist() for number in range(len(texts))]
@@ -102,13 +113,16 @@ class Ours:
     def _encode(self, workload: Workload) -> Run:
         engine = self.loaded.encode
         for number, ask in enumerate(workload.asks):
-            engine.add(EncodeRequest(str(number), "bench", token_source(ask.ids), arrival_time=time.monotonic()))
+            engine.add(EncodeRequest(str(number), "bench", self._source(ask.ids), arrival_time=time.monotonic()))
         began = time.perf_counter()
         while engine.has_work:
             engine.step()
         return Run(time.perf_counter() - began)
 
     def _source(self, ids: Ids) -> Source:
+        if self._image is not None:
+            pixels = picture(ids, self._image.size)
+            return image_source(pixels.tobytes(), (3, *pixels.shape[1:]), self._image.num_tokens)
         if self._audio is None:
             return token_source(ids)
         frames = window(ids, self._audio.num_mel_bins)

@@ -113,9 +113,12 @@ class Costs:
     kv: Mapping[int | None, int]  # elements of a token, also of a source's, by the window of the layers that keep them
     experts: tuple[ExpertCosts, ...] = ()  # of the decoder's layers; those of one token are in `decoder` too
     state_bytes: int = 0  # of a sequence's recurrent layers
+    positions: int = 1  # of an input: of a picture its patches
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
+        if config.joint is not None and config.image is not None:  # only its pictures are measured
+            return cls(_weights(config.vision), 0, 0, 0, {}, positions=config.image.num_tokens)
         decoder = config.decoder
         cross = 0
         if decoder is not None:
@@ -207,7 +210,7 @@ class Roofline:
         return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
 
     def workload(self, workload: Workload) -> float:
-        flops = 2.0 * workload.input_tokens * (self.costs.encoder or self.costs.decoder)
+        flops = 2.0 * workload.input_tokens * self.costs.positions * (self.costs.encoder or self.costs.decoder)
         if self.costs.encoder and self.costs.decoder:
             flops += 2.0 * workload.input_tokens * self.costs.cross
         seconds = flops / self.ceilings.flops_per_second

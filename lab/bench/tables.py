@@ -28,7 +28,7 @@ class Row:
     engine: str
     workload: str
     unable: str | None = None  # the reason for missing figures
-    rate: float | None = None  # output tokens or texts a second
+    rate: float | None = None  # output tokens, texts or pictures a second
     unit: str = ""
     total_rate: float | None = None  # input and output tokens a second
     seconds: float | None = None
@@ -68,6 +68,7 @@ def row(
     roofline: float,
     ours: Answers | None,
     cosine: float | None = None,
+    unit: str = "tokens/s",
 ) -> Row:
     """Return the row of an engine's answers; `ours` are triptych's of the same turns, None for triptych's own row."""
     quiet = [answer for answer in answers if is_quiet(answer)]
@@ -86,7 +87,7 @@ def row(
         engine=engine,
         workload=workload.name,
         rate=(workload.output_tokens or len(workload.asks)) / seconds,
-        unit="tokens/s" if workload.output_tokens else "texts/s",
+        unit=unit,
         total_rate=(workload.input_tokens + workload.output_tokens) / seconds,
         seconds=seconds,
         first_token_ms=statistics.median(firsts) * 1e3 if firsts and workload.beams == 1 else None,

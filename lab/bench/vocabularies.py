@@ -43,6 +43,11 @@ def _gpt2(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     return _byte_level(raw, texts, {raw["eos_token_id"]: "<|endoftext|>"})
 
 
+def _two_towers(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
+    text = raw["text_config"]
+    return _byte_level(text, texts, {text["bos_token_id"]: "<|startoftext|>", text["eos_token_id"]: "<|endoftext|>"})
+
+
 def _whisper(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     special = {raw["eos_token_id"]: "<|endoftext|>", raw["decoder_start_token_id"]: "<|startoftranscript|>"}
     return _byte_level(raw, texts, special)
@@ -192,6 +197,7 @@ def _modernbert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 _TRAINED = {
     **{"gpt2": _gpt2, "qwen3": _gpt2, "qwen3_moe": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _bert},
     **{"modernbert": _modernbert, "mpnet": _mpnet, "whisper": _whisper, "qwen3_5_text": _gpt2},
+    **{"clip": _two_towers, "siglip": _two_towers},
 }
 
 

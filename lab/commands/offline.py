@@ -42,7 +42,14 @@ COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _OF_BENCHMARKS = {"M": "D", "R": "D"}  # decoders with experts, and with recurrent layers
-_NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders", "S": "models that read sound"}
+_NAMES = {
+    "D": "decoders",
+    "E": "encoder-decoders",
+    "N": "encoders",
+    "S": "models that read sound",
+    "V": "models that read pictures",
+}
+_UNITS = {"N": "texts/s", "V": "pictures/s"}  # of others: tokens/s
 
 
 def add_command(commands: Any) -> None:
@@ -137,7 +144,7 @@ class Bench:
             roofline = self._roofline(path, info)
             for number, workload in enumerate(workloads(form, info["vocab_size"], self.scale)):
                 if self.arguments.only in workload.name:
-                    cosines = self._cosines(path, benchmark, workload, workers) if form == "N" else {}
+                    cosines = self._cosines(path, benchmark, workload, workers) if form in "NV" else {}
                     self._take_turns(name, form, number, workload, workers, roofline, cosines)
             if form == "D" and (not self.arguments.only or self.arguments.only == "steps"):
                 self._time_steps(name, workers[OURS], roofline)
@@ -182,14 +189,14 @@ class Bench:
                 if "unable" in answer:
                     unable[engine] = answer["unable"]
                 found[engine] += [answer] if turn else []
-        least = roofline.workload(workload)
+        least, unit = roofline.workload(workload), _UNITS.get(form, "tokens/s")
         rows = []
         for engine, answers in found.items():
             if engine in unable:
                 rows.append(Row(name, engine, workload.name, unable=unable[engine]))
                 continue
             ours = None if engine == OURS or OURS in unable else found[OURS]
-            rows.append(row(name, engine, workload, answers, least, ours, cosines.get(engine)))
+            rows.append(row(name, engine, workload, answers, least, ours, cosines.get(engine), unit))
         self._keep(rows)
 
     def _cosines(

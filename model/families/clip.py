@@ -168,8 +168,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield TensorRule(stored, f"joint.probe.kv.{kind}", part=(size, 3 * size), shape=whole)
     yield LinearRule(f"{head}.attention.out_proj", "joint.probe.out")
     yield from affine(f"{head}.layernorm", "joint.probe.norm")
-    yield LinearRule(f"{head}.mlp.fc1", "joint.probe.mlp.up")
-    yield LinearRule(f"{head}.mlp.fc2", "joint.probe.mlp.down")
+    yield LinearRule(f"{head}.mlp.fc1", "joint.probe.up")
+    yield LinearRule(f"{head}.mlp.fc2", "joint.probe.down")
 
 
 _FAMILY = Family(

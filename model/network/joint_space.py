@@ -62,8 +62,7 @@ class Probe(nn.Module):
         self.out = linear(LinearSpec("out", size, (Part(size),)))
         self.norm = build_norm(config.norm, size)
         up, down = projections(config.mlp, size)
-        mlp = linear.within("mlp")
-        self.up, self.down = mlp(up), mlp(down)
+        self.up, self.down = linear(up), linear(down)
 
     def forward(self, hidden: Tensor) -> Tensor:
         heads = self.config.attention.num_heads

@@ -40,12 +40,25 @@ SMALL: dict[str, dict[str, Any]] = {  # shapes, and vocabularies of twice what t
         **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
     },
 }
+TOWERS: dict[str, dict[str, Any]] = {
+    name: {
+        part: {
+            **models.CONFIGS[name][part],
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **({"vocab_size": 4000, "bos_token_id": 3998, "eos_token_id": 3999} if part == "text_config" else {}),
+        }
+        for part in ("text_config", "vision_config")
+    }
+    for name in ("V1", "V2")
+}
 
 
 @contextmanager
 def small_models() -> Iterator[None]:
     """`models.built` writes these until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "CONFIGS", {name: {**models.CONFIGS[name], **SMALL[name]} for name in SMALL})
+        patch.setattr(
+            models, "CONFIGS", {name: {**models.CONFIGS[name], **own} for name, own in (SMALL | TOWERS).items()}
+        )
         patch.setattr(vocabularies, "training_texts", lambda: [held_out_sample()])
         yield

@@ -15,11 +15,12 @@ from lab.bench.batches import QUICK, BenchRequest, Scale, Workload, workloads
 from lab.bench.host import step_milliseconds
 from lab.bench.models import CONFIGS, built
 from lab.bench.ours import Ours
-from lab.bench.peers import PEERS
+from lab.bench.peers import PEERS, load
 from lab.bench.roofline import Ceilings, Costs, ExpertCosts, Roofline
 from lab.commands.main import main
 from lab.commands.offline import Bench
 from lab.training.corpus import held_out_sample
+from tests.lab.bench_models import TOWERS, small_models
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint.folder import read_checkpoint
@@ -30,13 +31,13 @@ from triptych.model.network.build import build_model
 from triptych.model.pretrained import embedded_models
 
 
-@pytest.mark.parametrize("form", "DENS")
+@pytest.mark.parametrize("form", "DENSV")
 def test_work_is_the_same_for_a_seed_and_other_for_another(form: str) -> None:
     assert workloads(form, 1000, Scale()) == workloads(form, 1000, Scale())
     assert workloads(form, 1000, Scale()) != workloads(form, 1000, Scale(seed=1))
     for workload in workloads(form, 1000, QUICK):
         assert all(100 <= token < 1000 for ask in workload.asks for token in ask.ids)
-        assert (workload.output_tokens > 0) == (form != "N")
+        assert (workload.output_tokens > 0) == (form not in "NV")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -46,11 +47,25 @@ def test_a_models_costs_are_its_matrices(name: str) -> None:
     matrices = {
         parameter: tensor.numel()
         for parameter, tensor in build_model(config, SdpaBackend()).named_parameters()
-        if tensor.ndim == 2 and ".layers." in parameter and not parameter.endswith(".convolution")
+        if tensor.ndim == 2
+        and ("vision.layers." if config.joint else ".layers.") in parameter
+        and not parameter.endswith(".convolution")
     }
     cross = sum(size for parameter, size in matrices.items() if ".cross.kv." in parameter)
     assert costs.cross == cross
     assert costs.encoder + costs.weights_read(10**6) - costs.head == sum(matrices.values()) - cross
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_vectors_of_pictures_are_those_of_the_peer(name: str, tmp_path: Path) -> None:
+    with small_models():
+        path = built(name, tmp_path)
+    ours = Ours(path, EngineConfig(dtype="float32", prefix_caching=False))
+    peer = load("transformers", path, {"dtype": "float32", "form": "V"})
+    pictures = [(100,), (101,)]
+    for found, wanted in zip(ours.embed(pictures), peer.embed(pictures), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert ours.run(workloads("V", 1000, Scale(at_most=3))[1]).seconds > 0
 
 
 def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:

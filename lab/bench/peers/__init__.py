@@ -34,7 +34,7 @@ class Peer:
     """Describes a peer and the models it supports."""
 
     module: str  # in this package
-    forms: str  # of models: D decoders, E encoder-decoders, S those that read sound, N encoders
+    forms: str  # of models: D decoders, E encoder-decoders, S those that read sound, N encoders, V that read pictures
     packages: tuple[str, ...]  # to install
 
     @property
@@ -48,12 +48,12 @@ def _module_of(package: str) -> str:
 
 
 PEERS = {
-    "transformers": Peer("static", "DEN", ("transformers",)),
+    "transformers": Peer("static", "DENV", ("transformers",)),
     "transformers-continuous": Peer("continuous", "D", ("transformers",)),
     "ctranslate2": Peer("ctranslate", "DES", ("ctranslate2", "transformers")),
-    "openvino-genai": Peer("ov", "DN", ("openvino-genai", "openvino", "transformers")),
+    "openvino-genai": Peer("ov", "DNV", ("openvino-genai", "openvino", "transformers")),
     "llama.cpp": Peer("llama_cpp_server", "D", ("llama-cpp-python", "gguf")),
-    "openvino-int8": Peer("ov_int8", "N", ("openvino", "nncf", "transformers")),
+    "openvino-int8": Peer("ov_int8", "NV", ("openvino", "nncf", "transformers")),
     "onnxruntime-int8": Peer("ort", "N", ("onnxruntime", "onnx", "transformers")),
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from lab.bench.batches import BenchRequest, Workload
+from lab.bench.batches import BenchRequest, Workload, picture
 
 _BATCH = 32
 
@@ -26,3 +27,9 @@ def padded(batch: list[BenchRequest], *, left: bool) -> tuple[torch.Tensor, torc
         at = slice(width - len(ask.ids), width) if left else slice(0, len(ask.ids))
         ids[row, at], mask[row, at] = torch.tensor(ask.ids), 1
     return ids, mask
+
+
+def pixel_values(batch: list[BenchRequest], size: int) -> torch.Tensor:
+    """Return the pictures `[B, 3, size, size]` of a batch, between -1 and 1."""
+    pixels = np.stack([picture(ask.ids, size) for ask in batch])
+    return torch.from_numpy(pixels).float() / 127.5 - 1

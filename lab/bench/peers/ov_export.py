@@ -84,6 +84,17 @@ class _Encoder(nn.Module):
         return mean
 
 
+class _Pictures(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return the vectors `[B, D]` of pictures `[B, 3, H, W]`."""
+        vectors: Tensor = self.model.get_image_features(pixel_values).pooler_output
+        return vectors
+
+
 def export(path: Path, folder: Path, bits: str = "") -> None:
     """Write `openvino_model.xml` and its other files into `folder`; `bits`: a decoder's weights, `int4` or `int8`."""
     model = load_model(path, {"dtype": "bfloat16" if bits else "float32"})
@@ -91,7 +102,10 @@ def export(path: Path, folder: Path, bits: str = "") -> None:
         from openvino.frontend.pytorch import patch_model
 
         patch_model.__make_16bit_traceable(model)
-    made = _decoder(model) if hasattr(model, "lm_head") else _encoder(model)
+    if hasattr(model, "get_image_features"):
+        made = _pictures(model)
+    else:
+        made = _decoder(model) if hasattr(model, "lm_head") else _encoder(model)
     if bits:
         made = _compressed(made, bits)
     making = folder.with_name(f".{folder.name}-{os.getpid()}")
@@ -107,6 +121,13 @@ def _compressed(made: Any, bits: str) -> Any:
     if bits == "int8":
         return nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
     return nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0, group_size=_GROUP)
+
+
+def _pictures(model: Any) -> Any:
+    size = model.config.vision_config.image_size
+    made = openvino.convert_model(_Pictures(model), example_input={"pixel_values": torch.zeros(2, 3, size, size)})
+    made.reshape({0: [-1, 3, size, size]})
+    return made
 
 
 def _encoder(model: Any) -> Any:

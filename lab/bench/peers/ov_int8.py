@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ import openvino
 
 from lab.bench.batches import Ids, Scale, Workload, workloads
 from lab.bench.ours import Run
-from lab.bench.peers.batches import batches, padded
-from lab.bench.peers.ov_encoder import EncoderQueue
+from lab.bench.peers.batches import batches
+from lab.bench.peers.ov_encoder import BATCH, EncoderQueue, inputs
 
 _SEED = 1  # of the texts that ranges of activations are taken from: others than those that are measured
-_TEXTS, _BATCH = 64, 8
+_TEXTS = 64
 
 
 class Engine:
@@ -51,25 +52,26 @@ def quantise(path: Path, folder: Path) -> None:
 
     from lab.bench.peers.ov_export import export
     from triptych.model.checkpoint.folder import read_checkpoint
+    from triptych.model.checkpoint.json_files import read_json
 
     exported = path.parent / f"{path.name}-openvino"
     if not exported.exists():
         export(path, exported)
-    vocab_size = read_checkpoint(path).config.embedding.vocab_size
-    inputs = []
-    for batch in batches(workloads("N", vocab_size, Scale(seed=_SEED, at_most=_TEXTS))[0], _BATCH):
-        ids, mask = padded(batch, left=False)
-        inputs.append({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    vocab_size, config = read_checkpoint(path).config.embedding.vocab_size, read_json(path / "config.json")
+    form = "V" if "vision_config" in config else "N"
+    workload = workloads(form, vocab_size, Scale(seed=_SEED, at_most=_TEXTS))[-1]
+    given = [inputs(batch, config) for batch in batches(workload, BATCH)]
     made = nncf.quantize(
         openvino.Core().read_model(exported / "openvino_model.xml"),
-        nncf.Dataset(inputs),
+        nncf.Dataset(given),
         model_type=nncf.ModelType.TRANSFORMER,
         preset=nncf.QuantizationPreset.PERFORMANCE,  # the faster one: activations around zero too
-        subset_size=len(inputs),
+        subset_size=len(given),
     )
     making = folder.with_name(f".{folder.name}-{os.getpid()}")
     making.mkdir(parents=True)
     openvino.save_model(made, making / "openvino_model.xml", compress_to_fp16=False)
+    shutil.copy(path / "config.json", making)
     making.rename(folder)
 
 
