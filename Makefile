@@ -138,8 +138,12 @@ wheel: .venv/.service
 image: wheels
 	docker build --build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .
 
+# The second part: the tests that start a service and ask it by HTTP; each service is a container of the image.
+ASKING := $(addprefix tests/service/test_,$(addsuffix .py,assistant broken_streams chat_model embedded examples_run \
+    grammar_tokenizers hub openapi ranks stream_interval)) tests/deploy/test_monitoring.py tests/loadtest/test_service.py tests/test_examples.py
 image-test: .venv/.dev wheels
 	BASE_IMAGE=$(BASE_IMAGE) $(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py tests/deploy/test_ray_cluster.py $(ARGS)
+	TEST_IMAGE=triptych:test $(BIN)/python -m pytest $(ASKING)
 
 compose-test: .venv/.dev wheels
 	BASE_IMAGE=$(BASE_IMAGE) $(BIN)/python -m pytest -m docker -rs tests/deploy/test_compose_up.py $(ARGS)

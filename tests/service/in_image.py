@@ -1,6 +1,6 @@
 """Runs `triptych serve` of the container image in the place of this checkout's, for `tests.service.processes`.
 
-`TRIPTYCH_TEST_IMAGE=triptych:test pytest ...` makes every test that starts a service start it so: with a root that
+`TEST_IMAGE=triptych:test pytest ...` makes every test that starts a service start it so: with a root that
 cannot be written, without capabilities, as the user of the tests, in the network of this machine and, of its files,
 with those that an argument names and the folder for temporary ones.
 """
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-IMAGE = os.environ.get("TRIPTYCH_TEST_IMAGE", "")
+IMAGE = os.environ.get("TEST_IMAGE", "")
 _START_SECONDS = 60.0
 
 
