@@ -308,6 +308,9 @@ class ModelConfig:
             raise ConfigError("a stack for images needs their patches, and makes vectors of a space with texts")
         if self.pictures is not None and not (self.form == "decoder-only" and self.head is not None):
             raise ConfigError("a model that reads pictures in its prompts is a decoder that generates")
+        if self.pictures is not None and not 0 <= self.pictures.token_id < self.embedding.vocab_size:
+            found = f"found {self.pictures.token_id}"
+            raise ConfigError(f"image_token_id must be one of the {self.embedding.vocab_size} tokens, {found}")
         if (
             self.pictures is not None
             and self.decoder is not None

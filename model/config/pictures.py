@@ -103,6 +103,8 @@ class PicturesConfig:
     deep_merger: MergerConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.patches.channels != 3:
+            raise ConfigError(f"pictures of 3 channels are read, found {self.patches.channels}")
         if self.tower.causal:
             raise ConfigError("the patches of a picture see each other both ways")
         if any(attention.windowed for attention in self.tower.attentions) != (self.window is not None):

@@ -122,6 +122,8 @@ def _pixtral_layer(vision: Settings, norm: NormConfig) -> LayerConfig:
     dim = vision.get("head_dim") or split_width(vision["hidden_size"], heads)
     rope = vision.get("rope_parameters") or {}
     theta = rope.get("rope_theta", vision.get("rope_theta", 10_000.0))
+    if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
+        raise ConfigError(f"vision_config.rope_parameters.rope_type must be 'axial', found {shown(kind)}")
     if dim % 4:
         raise ConfigError(f"vision_config: heads of {dim} dimensions do not turn by rows and columns")
     rotary = RotaryConfig(dim, theta, sections=(dim // 4,) * 2, frequencies_in_turn=True)

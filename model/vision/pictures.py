@@ -278,6 +278,8 @@ def picture_processing(
     tokens = {**_SPELLED, **defaults, **spelled}
     written: dict[str, Any] = {key: text.format(**tokens) for key, text in texts.items()}
     if way is Way.SQUARE:
+        if kind == "Gemma3":  # whose class does not crop, whatever its file says
+            settings["do_center_crop"] = False
         if settings.get("do_pad"):
             raise ConfigError(f"{where}: do_pad = true is not served for pictures of one size")
         size = prepared_size(settings, where)
@@ -291,18 +293,18 @@ def picture_processing(
             raise ConfigError(f"{where}: {key} = false is not served for pictures of any size")
     if settings.get("do_center_crop"):
         raise ConfigError(f"{where}: do_center_crop = true is not served for pictures of any size")
-    _check_patches(settings, patch, merge, where)
+    _check_patches(settings, way, patch, merge, where)
     base = read_image_processing({**settings, "do_resize": False}, ImageConfig(patch, patch), where)
     bounds = _bounds(way, settings, patch * merge, merge, where)
     return PictureProcessing(**asdict(base), way=way, patch=patch, merge=merge, **bounds, **written)
 
 
-def _check_patches(settings: Mapping[str, Any], patch: int, merge: int, where: str) -> None:
+def _check_patches(settings: Mapping[str, Any], way: Way, patch: int, merge: int, where: str) -> None:
     """Raise `ConfigError` for patches of another size than the model's, where the settings have one."""
     found = settings.get("patch_size", patch)
     if isinstance(found, Mapping):
         found = found.get("height")
-    if found not in (patch, patch * merge):  # Pixtral's files may have a block's
+    if found != patch and not (way is Way.LONGEST and found == patch * merge):  # Pixtral's files may have a block's
         raise ConfigError(f"{where}: patch_size is {found}, config.json has {patch}")
     for key in ("merge_size", "pooling_kernel_size"):
         if settings.get(key, merge) != merge:

@@ -101,10 +101,12 @@ def processor_class(raw: Mapping[str, Any], model_type: str) -> str:
 def with_defaults(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return a processor's settings with the defaults of the class that the file names, or of the model's type.
 
-    A single number is the shorter edge for the classes that keep proportions (CLIP's older files).
+    A single number is the shorter edge for the classes that keep proportions (CLIP's older files). A null is the
+    default, but of what is done or not: it is not.
     """
     kind = processor_class(raw, model_type)
-    found = {**_CLASSES.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
+    written = {key: value for key, value in raw.items() if value is not None or key.startswith("do_")}
+    found = {**_CLASSES.get(kind, {}), **written}
     size = found.get("size")
     if isinstance(size, int) and not isinstance(size, bool) and found.get("default_to_square") is False:
         found["size"] = {"shortest_edge": size}
@@ -134,6 +136,9 @@ def read_image_processing(
         raise ConfigError(f"{where}: crop_size must be {image.size}, found {crop_size}")
     size = raw.get("size", image.size) if raw.get("do_resize", True) else None
     shortest = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    others = ("longest_edge", "height", "width")
+    if isinstance(size, Mapping) and shortest is not None and any(size.get(key) is not None for key in others):
+        raise ConfigError(f"{where}: size must have shortest_edge alone, or height and width, found {size!r}"[:300])
     mean, std = (_channels(raw, name, image.channels, where) for name in ("image_mean", "image_std"))
     if not raw.get("do_normalize", True):
         mean, std = (0.0,) * image.channels, (1.0,) * image.channels

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, saved, source_of
+from tests.model.checkpoints import (
+    AUDIO,
+    CPU,
+    DECODERS,
+    START,
+    by_layer,
+    loaded,
+    prompt,
+    reference_logits,
+    saved,
+    source_of,
+)
 from triptych.model.api.request import Request, TokenOutput
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.cache.kv_cache import KVCache
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
@@ -24,7 +37,9 @@ from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.scheduling.block_manager import BlockManager
 from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
 from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 
 class RecordingProgram:
@@ -121,8 +136,17 @@ def running(
     max_num_seqs: int = 32,
     budget: int = 256,
     picture_rows: int = 64,
+    folder: Path | None = None,
 ) -> Running:
-    model = loaded(kind, backend)
+    """Return an engine of a kind, or of a `folder` as torch computes it."""
+    checkpoint = read_checkpoint(folder or saved(kind).path)
+    model = (
+        loaded(kind, backend)
+        if folder is None
+        else load_model(
+            checkpoint, by_layer(SdpaBackend(), checkpoint.config, torch.float32), LinearFactory(torch.float32)
+        )
+    )
     decoder = model.config.decoder
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
@@ -132,7 +156,7 @@ def running(
     cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU, num_states)
     store, both_ways = None, False
     if model.config.pictures is not None:
-        processing = read_checkpoint(saved(kind).path).pictures
+        processing = checkpoint.pictures
         assert processing is not None
         store, both_ways = PictureStore(model, processing, picture_rows), model.config.pictures.both_ways
     runner = RecordingRunner(model, cache, blocks, store)

@@ -99,7 +99,7 @@ def _reference(kind: str, raw: dict[str, Any]) -> Any:
     """Return the library's model of a file, with the kind's weights where they fit; or the error as a text."""
     base = saved(kind).reference
     try:
-        with _quiet():
+        with quiet():
             config = type(base.config).from_dict(json.loads(json.dumps(raw)))
             config._attn_implementation = base.config._attn_implementation
             torch.manual_seed(0)
@@ -115,7 +115,7 @@ def _reference(kind: str, raw: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     import transformers
 
     level = transformers.logging.get_verbosity()
@@ -139,7 +139,7 @@ def _outputs_of_kind(kind: str) -> Tensor:
 def _their_outputs(reference: Any, config: ModelConfig) -> Tensor | str:
     """Return the library's logits, or hidden states of an encoder, for the inputs of `tests.model.parity`."""
     try:
-        with _quiet():
+        with quiet():
             prompts = decoder_prompts()
             if config.form == "decoder-only":
                 return torch.cat([reference(input_ids=torch.tensor([ids])).logits[0] for ids in prompts])

@@ -183,17 +183,20 @@ def picture(height: int, width: int, seed: int = 0, cell: int = 8) -> Source:
 
 
 def with_pictures(
-    parts: Sequence[Sequence[int] | Source], row_end: int | None = None
+    parts: Sequence[Sequence[int] | Source], row_end: int | None = None, token: int = IMAGE, cell: int = 8
 ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
-    """Return a prompt of texts and pictures, and where these are; `row_end` is after each row of a picture."""
+    """Return a prompt of texts and pictures, and where these are.
+
+    `row_end` is after each row of a picture; `token` is at each place of it, a square of `cell` pixels a side.
+    """
     ids: list[int] = []
     spans: list[ImageSpan] = []
     for part in parts:
         if isinstance(part, Source):
-            length = 0 if row_end is None else part.shape[2] // 8
+            length = 0 if row_end is None else part.shape[2] // cell
             spans.append(ImageSpan(len(ids), part, length))
-            row = [IMAGE] * length + [-1 if row_end is None else row_end]
-            ids += row * (part.num_positions // length) if length else [IMAGE] * part.num_positions
+            row = [token] * length + [-1 if row_end is None else row_end]
+            ids += row * (part.num_positions // length) if length else [token] * part.num_positions
         else:
             ids += part
     return tuple(ids), tuple(spans)

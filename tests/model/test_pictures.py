@@ -73,6 +73,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
         8,
         3,
     ),
+    "llava null": (
+        "llava",
+        "CLIP",
+        {"size": {"height": 42, "width": 42}, "do_center_crop": None, "do_normalize": None},
+        14,
+        1,
+    ),
+    "gemma3 crop": ("gemma3", "Gemma3", {"size": 56, "do_center_crop": True, "crop_size": 42}, 7, 2),
+    "idefics3 null": (
+        "idefics3",
+        "Idefics3",
+        {"max_image_size": {"longest_edge": 48}, "size": {"longest_edge": 96}, "do_image_splitting": None},
+        8,
+        3,
+    ),
     "idefics3 whole": (
         "idefics3",
         "Idefics3",
@@ -131,7 +146,7 @@ def placeholder(case: str, found: Any, patch: int, merge: int, positions: int) -
     """Return what the processor of the model's type puts into a prompt."""
     if "qwen" in case:
         return "<|image_pad|>" * positions
-    if case == "gemma3":
+    if case.startswith("gemma3"):
         tokenizer = SimpleNamespace(
             boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
         )
@@ -226,6 +241,10 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
         ("Llava", {"do_pad": True}, "do_pad = true"),
         ("Gemma4", {"max_soft_tokens": 100}, "max_soft_tokens must be one of 70, 140, 280, 560, 1120, found 100"),
         ("Gemma4", {"pooling_kernel_size": 4}, "pooling_kernel_size is 4, config.json has 2"),
+        ("Qwen2VL", {"patch_size": 28}, "patch_size is 28, config.json has 14"),
+        ("Qwen2VL", {"do_rescale": None}, "do_rescale = false"),
+        ("CLIP", {"size": {"shortest_edge": 50, "longest_edge": 60}}, "size must have shortest_edge alone"),
+        ("Siglip", {"do_resize": None}, "squares of one size"),
     ],
     ids=str,
 )

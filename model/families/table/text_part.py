@@ -17,7 +17,7 @@ from triptych.model.families.table.rules import Family, Rule
 
 # What the whole says of the text too, which then holds.
 _SHARED = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "architectures"),
     *("id2label", "num_labels", "problem_type"),
 )
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.", "language_model.", "model.")
@@ -27,6 +27,11 @@ _DROPPED = (
     *("*embed_vision.*", "*embed_audio.*", "*vision_embedder.*", "*visual_embeddings_table.*", "*image_newline"),
     *("*generation_aligner.*", "*generation_embeddings.*", "*generation_head.*", "*vqmodel.*", "*high_res_vision_*"),
 )
+
+
+# Types whose output is the token table where the text says so, though the whole denies it, as older files do.
+_TIE_AS_THEIR_TEXT = {"fast_vlm", "llava", "llava_next_video", "llava_onevision"}
+_TIE_AS_THEIR_TEXT |= {"qwen2_vl", "qwen2_5_vl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,23 @@ class Whole:
             for key in raw["text_config"]:
                 raw.get(key)  # the reference reads it there alone
             text = raw.part("text_config", raw["text_config"], kind)
+            tied = _ties(raw, text)
             text = text.but(**{key: raw[key] for key in _SHARED if key in raw})
-            tied = raw.class_defaults().get("tie_word_embeddings")  # of the whole: Mistral 3 ties, Mistral does not
             if tied is not None:
-                text = text.otherwise(tie_word_embeddings=tied)
+                text = text.but(tie_word_embeddings=tied)
         return text.otherwise(**text.class_defaults())
+
+
+def _ties(raw: Settings, text: Settings) -> Any:
+    """Return whether the output is the token table: the whole says it, by its class (Mistral 3 ties, Mistral does not).
+
+    None where neither does.
+    """
+    said = text.get("tie_word_embeddings", text.class_defaults().get("tie_word_embeddings"))
+    if said and raw["model_type"] in _TIE_AS_THEIR_TEXT:
+        return True
+    whole = raw.get("tie_word_embeddings")
+    return raw.class_defaults().get("tie_word_embeddings") if whole is None else whole
 
 
 def text_part(whole: Whole, kind: str, family: Family) -> Family:
