@@ -23,6 +23,7 @@ from triptych.model.system.child_process import ENGINE, HEADER, ConnectedChild, 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0  # for the child to end by itself
+_COPIED_BYTES = 1 << 20  # a larger frame, of pictures or audio, is written apart from its head, without a copy of it
 
 
 class ProcessTransport:
@@ -54,7 +55,12 @@ class ProcessTransport:
         if self._writer.is_closing():  # uvloop would raise
             return
         frame = self._encoder.encode(commands)
-        self._writer.write(HEADER.pack(len(frame)) + frame)
+        head = HEADER.pack(len(frame))
+        if len(frame) > _COPIED_BYTES:
+            self._writer.write(head)
+            self._writer.write(frame)
+        else:
+            self._writer.write(head + frame)
 
     def kill(self) -> bool:
         if self._process is not None:

@@ -47,7 +47,7 @@ def encode(checks: Sequence[Check]) -> bytes:
     return json.dumps([_encoded(check) for check in checks]).encode()
 
 
-def decode(data: bytes) -> list[Check]:
+def decode(data: bytes | bytearray) -> list[Check]:
     """Return what `encode` was given."""
     found: list[Check] = [_decoded(one) for one in json.loads(data)]
     return found

@@ -13,9 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -35,7 +38,7 @@ from triptych.model.client.process_transport import ProcessTransport
 from triptych.model.engine import __main__ as engine_main
 from triptych.model.engine.__main__ import SocketChannel
 from triptych.model.errors import EngineDeadError
-from triptych.model.system.child_process import ENGINE, ConnectedChild, FrameSocket
+from triptych.model.system.child_process import ENGINE, HEADER, ConnectedChild, FrameSocket
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,6 +301,35 @@ def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytes
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         ours.close()
+
+
+def test_a_large_frame_is_received_without_copies() -> None:
+    """Streams wait while the engine reads pictures; there were two copies more."""
+    size = 8 << 20
+    sent = HEADER.pack(size) + bytes(size)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=ours.sendall, args=(sent,))
+        sender.start()
+        tracemalloc.start()
+        try:
+            frame = FrameSocket(theirs).receive()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            sender.join()
+    assert len(frame) == size and peak < 1.2 * size
+
+
+@pytest.mark.parametrize("size", [10, 4 << 20])
+def test_the_head_of_a_large_frame_is_written_apart(size: int) -> None:
+    transport, written = ProcessTransport(), list[bytes]()
+    transport._writer = SimpleNamespace(is_closing=lambda: False, write=written.append)  # type: ignore[assignment]
+    commands = Commands(unload=["x" * size])
+    transport.send(commands)
+    frame = msgspec.msgpack.encode(commands)
+    assert b"".join(written) == HEADER.pack(len(frame)) + frame
+    assert len(written) == (1 if size == 10 else 2)
 
 
 PARENT = """
