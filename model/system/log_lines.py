@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -41,6 +45,22 @@ class JsonLines(logging.Formatter):
 def is_json(log_format: object, stream: TextIO) -> bool:
     """Return whether lines to `stream` are JSON, by the setting: json, plain or auto (plain on a terminal)."""
     return log_format == "json" or (log_format == "auto" and not stream.isatty())
+
+
+def is_asked_for(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether `serve` is told to log JSON; its other settings may be wrong."""
+    if arguments[:1] != ["serve"]:
+        return False
+    given = dict(zip(arguments, [*arguments[1:], ""], strict=True)) | dict(
+        one.partition("=")[::2] for one in arguments if "=" in one
+    )
+    format_ = given.get("--log-format", environment.get(VARIABLE))
+    if format_ is not None:
+        return format_ == "json"
+    with suppress(OSError, UnicodeDecodeError):
+        text = Path(given.get("--config") or environment.get("TRIPTYCH_CONFIG") or "/dev/null").read_text()
+        return re.search(r"^log[-_]format:\s*[\"']?json\b", text, re.MULTILINE) is not None
+    return False
 
 
 def begin(log_format: object) -> None:

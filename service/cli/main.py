@@ -6,6 +6,7 @@ Usage errors print one line and exit 2. Slow imports are inside the commands, so
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         if arguments.verbose:
             raise
-        print(f"triptych: {error}", file=sys.stderr)
+        _tell(f"triptych: {error}", argv)
         code = 2
     except EngineError as error:
         if arguments.verbose:
@@ -65,9 +66,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if arguments.verbose or error.filename is None:
             raise
-        print(f"triptych: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        _tell(f"triptych: {os.fsdecode(error.filename)}: {error.strerror}", argv)
         code = 2
     sys.exit(code)
+
+
+def _tell(text: str, argv: Sequence[str] | None) -> None:
+    """Print an error; a service that logs JSON logs it, also where its settings could not be read."""
+    if not log_lines.is_asked_for(sys.argv[1:] if argv is None else argv, os.environ):
+        print(text, file=sys.stderr)
+        return
+    log_lines.begin("json")
+    logging.getLogger("triptych").error(text)
 
 
 def _unknown(flag: str, arguments: argparse.Namespace) -> str:

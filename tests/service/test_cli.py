@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -354,3 +355,31 @@ def test_without_ray_the_note_of_it_is_a_json_line_where_the_log_is_json(tmp_pat
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert "Ray is not installed" in lines[0]["message"]
     assert (done.returncode, lines[-1]["level"]) == (2, "ERROR")
+
+
+@pytest.mark.parametrize(
+    "how", ["--log-format json", "--log-format=json", "variable", "file", "plain", "variable, plain"]
+)
+@pytest.mark.parametrize("wrong", ["--bogus", "--port=x", "/no/such/folder"])
+def test_an_error_of_the_settings_is_json_where_json_is_asked_for(
+    how: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [wrong]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    if how.startswith("--"):
+        arguments += how.split()
+    if how.startswith("variable"):
+        monkeypatch.setenv("TRIPTYCH_LOG_FORMAT", "json")
+    if how.endswith("plain"):
+        arguments += ["--log-format", "plain"]
+    if how == "file":
+        (tmp_path / "c.yaml").write_text("port: 8000\nlog_format: json  # for the collector\n")
+        arguments += ["--config", str(tmp_path / "c.yaml")]
+    with pytest.raises(SystemExit) as ended:
+        main.main(["serve", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    if how.endswith("plain"):
+        assert said.startswith("triptych: ")
+    else:
+        assert json.loads(said)["message"].startswith("triptych: ")
