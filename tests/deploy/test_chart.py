@@ -164,6 +164,31 @@ def test_scalers_look_at_the_pods_of_their_release() -> None:
     assert named == re.findall(r"(triptych_\w+)\{", saturation["query"] + tokens["query"])
 
 
+@pytest.mark.parametrize("name", ["metrics_port", "metrics-port"])
+def test_prometheus_reads_the_port_for_monitoring_if_there_is_one(name: str) -> None:
+    def admitted(found: list[Manifest]) -> list[tuple[str, int]]:
+        rules = of_kind(found, "NetworkPolicy")["spec"]["ingress"]
+        return [
+            ("prometheus" if "prometheus" in str(source) else "clients", port["port"])
+            for rule in rules
+            for source in rule["from"]
+            for port in rule["ports"]
+        ]
+
+    values = {"config": {name: 9400}, "monitoring": {"podMonitor": True}}
+    found = helm.render(values)
+    assert config(found).settings.metrics_port == 9400
+    assert {"name": "metrics", "containerPort": 9400} in pod(found)["containers"][0]["ports"]
+    (endpoint,) = of_kind(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == "metrics" and "authorization" not in endpoint
+    assert admitted(found) == [("clients", 8000), ("prometheus", 9400)]
+    without = helm.render({"monitoring": {"podMonitor": True}})
+    (endpoint,) = of_kind(without, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == "http" and "authorization" in endpoint
+    assert admitted(without) == [("clients", 8000), ("prometheus", 8000)]
+    assert admitted(helm.render({"config": {name: 9400}, "networkPolicy": {"clients": []}})) == [("prometheus", 9400)]
+
+
 def test_an_endpoint_picker_chooses_among_the_pods_of_the_release() -> None:
     chart = CHARTS["inference-pool"]
     pool, (rule,) = of_kind(chart, "InferencePool"), of_kind(chart, "HTTPRoute")["spec"]["rules"]

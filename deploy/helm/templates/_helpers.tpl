@@ -63,6 +63,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- mergeOverwrite $made (deepCopy .Values.config) | toYaml }}
 {{- end }}
 
+{{/* The port for monitoring, where `config` names one; else empty. */}}
+{{- define "triptych.metricsPort" -}}
+{{- $config := include "triptych.config" . | fromYaml }}
+{{- with $config.metrics_port | default (get $config "metrics-port") }}{{ int . }}{{ end }}
+{{- end }}
+
 {{- define "triptych.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
