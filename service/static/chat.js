@@ -74,6 +74,7 @@ async function answer() {
     const stopped = error.name === "AbortError";
     if (!stopped && !reply.content && !reply.tool_calls) turns.pop();
     if (asked !== model) return;
+    if (turns.at(-1)?.role === "user") takeBack(turns);
     showFacts($("chat-facts"), make("b", {}, stopped ? "stopped" : "failed"), seconds(performance.now() - since));
     say(stopped ? "stopped" : "failed");
     if (!stopped) showError(error);
@@ -81,6 +82,15 @@ async function answer() {
     if (answering === controller) replying(null, view);
     if (asked === model) drawTurns();
   }
+}
+
+/** Put the last message back where it was written, to be changed and sent again, unless another one has been begun. */
+function takeBack(turns) {
+  if ($("message").value.trim() || attached.length) return;
+  const { content } = turns.pop();
+  $("message").value = textOf(content);
+  attached = urlsOf(content);
+  drawAttached();
 }
 
 /** Add a part of the reply to the message and to what is shown. */

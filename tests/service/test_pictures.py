@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.model.test_images import file, picture
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, chromium, eventually
 from tests.service.encode_models import Client, client_of
 from tests.service.picture_chats import (
@@ -302,5 +303,14 @@ def test_the_playground_takes_pictures(folder: Path, tmp_path: Path, answer: tup
         assert browser.text("#chat-facts").startswith("length"), browser.text("#error")
         assert browser.run(shown.format("#turns")) == 2 and browser.run(shown.format("#attached")) == 0
         assert browser.console() == []
+        (tmp_path / "thin.png").write_bytes(file(picture(1, 999)))
+        browser.press("#picture", str(tmp_path / "thin.png"))
+        eventually(lambda: browser.run(shown.format("#attached")) == 1)
+        browser.type("#message", "And this?")
+        browser.click("#send")
+        eventually(lambda: "times as long as the other" in browser.text("#error"))  # it may be changed and sent again
+        assert browser.run("return document.getElementById('message').value") == "And this?"
+        assert browser.run(shown.format("#turns")) == 2 and browser.run(shown.format("#attached")) == 1
+        assert len(browser.console()) == 1  # the 400
         browser.run("document.querySelector('input[value=blind]').click()")
         eventually(lambda: not browser.run("return document.getElementById('picture').checkVisibility()"))
