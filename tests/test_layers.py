@@ -93,7 +93,7 @@ def test_a_file_imports_only_what_its_layer_may() -> None:
         used = packages(file)
         assert "transformers" not in used, name
         assert not used & {"pickle", "dill", "joblib", "cloudpickle"}, name
-        if name != "service/runtimes/ray_serve/deployment.py":
+        if name not in {f"service/runtimes/ray_serve/{one}.py" for one in ("deployment", "session", "siblings")}:
             assert "ray" not in used, name
         if name.startswith("model/"):
             assert not used & WEB, name
@@ -125,7 +125,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
                 readers.add(name)
     # `created`, a chat template's date, when a model unloads, the times of spans and of vLLM's gauge of adapters;
     # how old a file is by its own times; files and batches, whose dates outlive a process; whether a key has expired,
-    # the hour of usage
+    # the hour of usage; since when HAProxy has had a request
     shown = {
         "model/checkpoint/content.py",
         "service/batches/store.py",
@@ -137,6 +137,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
         "service/dialects/ollama_info.py",
         "service/observability/metric_parts.py",
         "service/observability/telemetry.py",
+        "service/runtimes/ray_serve/haproxy.py",
     }
     assert readers == shown
 

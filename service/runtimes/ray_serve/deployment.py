@@ -1,4 +1,4 @@
-"""The Ray Serve deployment, whose replicas run the application. The only module that imports Ray.
+"""The Ray Serve deployment, whose replicas run the application. This module, `session` and `siblings` import Ray.
 
 A replica serves HTTP to Serve's HAProxy or proxy, and runs its engines in a child process.
 `triptych.service.runtimes.ray_serve.environment` must prepare the environment before this module is imported.
@@ -6,16 +6,13 @@ A replica serves HTTP to Serve's HAProxy or proxy, and runs its engines in a chi
 
 from __future__ import annotations
 
-import asyncio
-import io
 import logging
 import math
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +20,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
-from ray.exceptions import RayActorError, RayError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.job_config import JobConfig
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -37,12 +31,10 @@ from triptych.model.api.stats import ModelInfo
 from triptych.model.errors import ConfigError, EngineDeadError
 from triptych.model.system.cpu_threads import set_threads
 from triptych.model.system.stacks import print_stacks_on_signal
-from triptych.service.core.errors import error_fields, internal, unavailable
 from triptych.service.core.models import Models
 from triptych.service.core.request_context import IN_PROXY, SENDS_ON
 from triptych.service.core.response_store import StoredResponse
 from triptych.service.http.route_prefix import unprefixed
-from triptych.service.lifecycle.fleet import Fleet, LocalFleet
 from triptych.service.lifecycle.state import service_of
 from triptych.service.observability import logs
 from triptych.service.runtimes.assembly import (
@@ -56,29 +48,23 @@ from triptych.service.runtimes.assembly import (
 )
 from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from triptych.service.runtimes.ray_serve.haproxy import RETRIED_STATUS, ROUTES, TIMES, retried, seconds_in_proxy
-from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
+from triptych.service.runtimes.ray_serve.main_process import MainSignals, time_limit
 from triptych.service.runtimes.ray_serve.replica_cpus import bind, threads_of_replica, with_threads
 from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
 from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
-from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
+from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet
+from triptych.service.runtimes.ray_serve.session import RAYLET, dead_ray_process, ray_session, wait_for_ray_failure
+from triptych.service.runtimes.ray_serve.siblings import Siblings, replica_id
 from triptych.service.sandbox import confinement
 from triptych.service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
-from triptych.service.tenants.bank import Ask, Bank, BankLeases, Grant
-from triptych.service.tenants.quotas import Leases
 from triptych.service.tenants.usage import Found, Question
 
 _LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # in addition to the engines' queues: health, metrics, requests that the service will refuse
 _STOP_MARGIN = 15.0  # seconds between the end of the drain and a forced stop
-_POLL_SECONDS = 1.0  # between checks of Ray's processes
-_EXIT_SECONDS = 2.0  # for Ray's processes to exit
 _CONTROL_SECONDS = 30.0  # for a call to the replicas
 _LOOKUP_SECONDS = 5.0  # for finding the replicas
-_ASK_SECONDS = 5.0  # for an answer of the other replicas, which may hang
-_BANK_SECONDS = 2.0  # for an answer of the bank of quotas
-_STORE = "triptych"  # namespace of keys in the cluster's store
 _LATER_REQUESTS = 1 << 16  # if models may be loaded on demand: more than all their queues hold
-_OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
 
 logger = logging.getLogger("triptych.ray")
 
@@ -93,13 +79,13 @@ class Replica:
             logs.adopt(Path(log))
         print_stacks_on_signal()
         stream = os.fdopen(os.dup(2), "w", buffering=1)
-        logs.setup(config.settings.log_format, stream=stream, replica=_replica_id())
+        logs.setup(config.settings.log_format, stream=stream, replica=replica_id())
         config = _on_own_gpus(config)
         assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
         threads = threads_of_replica(config.settings.threads, assigned, os.environ)
         set_threads(threads)
         self._cpus = bind(config.settings.cpu_binding, threads)  # as long as this process lives
-        self._app = build_app(config, replicas=_Siblings(config))
+        self._app = build_app(config, replicas=Siblings(config))
         self._service = service_of(self._app)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -124,26 +110,26 @@ class Replica:
 
     async def cancel(self, request_id: str, caller: str) -> int:
         """Cancel a request on this replica, unless it is the caller; return how many ended."""
-        if caller == _replica_id():
+        if caller == replica_id():
             return 0
         return self._service.jobs.cancel(request_id)
 
     async def stored(self, wanted: tuple[str, str], caller: str) -> StoredResponse | None:
         """Return the response of a tenant and an id that this replica keeps."""
-        return None if caller == _replica_id() else self._service.responses.get(*wanted)
+        return None if caller == replica_id() else self._service.responses.get(*wanted)
 
     async def usage(self, question: Question, caller: str) -> Found | None:
         """Return what this replica knows of usage."""
-        return None if caller == _replica_id() else await self._service.tenants.usage.find(question)
+        return None if caller == replica_id() else await self._service.tenants.usage.find(question)
 
     async def forget(self, dropped: tuple[str, str], caller: str) -> int:
         """Drop the stored response of a tenant and an id; return how many were kept."""
-        return 0 if caller == _replica_id() else int(self._service.responses.drop(*dropped))
+        return 0 if caller == replica_id() else int(self._service.responses.drop(*dropped))
 
     async def follow(self, command: Command, caller: str) -> CommandResult | None:
         """Execute the command of another replica; None if this replica is the caller."""
         fleet = self._service.fleet
-        if caller == _replica_id() or not isinstance(fleet, ReplicatedFleet):
+        if caller == replica_id() or not isinstance(fleet, ReplicatedFleet):
             return None
         return await fleet.follow(command)
 
@@ -152,124 +138,12 @@ class Replica:
         await self._service.drain()
 
 
-class _Siblings:
-    """The other replicas of the application (`triptych.service.lifecycle.fleet.Replicas`)."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._name = config.name
-        self._has_admin = config.settings.has_admin
-        self._follow_seconds = config.settings.models.load_timeout_s + _CONTROL_SECONDS
-        self._handle: DeploymentHandle[Any] | None = None
-        self._bank: Any = None
-
-    def fleet(self, local: LocalFleet) -> Fleet:
-        """Return the fleet of all replicas; without an admin key each replica manages only its own models."""
-        if not self._has_admin:
-            return local
-        return ReplicatedFleet(local, WantedStore(_ClusterStore(), self._name), self._send_to_others)
-
-    async def cancel(self, request_id: str) -> int:
-        """Cancel a request on all other replicas: a DELETE may reach any replica, and only one has the request."""
-        return sum(await self._asked("cancel", request_id))
-
-    async def stored(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response that another replica keeps."""
-        return next(iter(await self._asked("stored", (tenant, response_id))), None)
-
-    def leases(self) -> Leases:
-        """Return the leases of quotas, of a bank that all replicas of the application share."""
-        return BankLeases(self._exchange)
-
-    async def _exchange(self, asks: Sequence[Ask]) -> Sequence[Grant]:
-        """Ask the bank, an actor that the first replica with a question starts."""
-        if self._bank is None:
-            self._bank = await asyncio.to_thread(_bank_of, self._name)
-        async with asyncio.timeout(_BANK_SECONDS):
-            found: Sequence[Grant] = await self._bank.exchange.remote(_replica_id(), asks)
-        return found
-
-    async def usage(self, question: Question) -> list[Found]:
-        """Return what the other replicas know of usage; raises `TimeoutError` if one did not answer."""
-        return await self._asked("usage", question, all_of_them=True)
-
-    async def forget(self, tenant: str, response_id: str) -> int:
-        """Drop a stored response on the other replicas; return how many kept it."""
-        return sum(await self._asked("forget", (tenant, response_id)))
-
-    async def _asked(self, method: str, argument: object, *, all_of_them: bool = False) -> list[Any]:
-        """Call a method of all other replicas, and return what is not empty of their answers.
-
-        Raises `TimeoutError` if a replica did not answer and there is nothing, or all answers are needed.
-        """
-        try:
-            async with asyncio.timeout(_ASK_SECONDS):
-                answers = await self._broadcast(method, argument)
-        except (RayError, RayServeException) as error:
-            raise TimeoutError from error
-        given = [one for one in answers if not isinstance(one, BaseException)]
-        found = [one for one in given if one]
-        if (all_of_them or not found) and len(given) < len(answers):
-            raise TimeoutError
-        return found
-
-    async def _send_to_others(self, command: Command) -> list[CommandResult | None]:
-        """Send a command to all other replicas and return their results; None for a replica that has ended."""
-        seconds = _ASK_SECONDS if command.kind == "entries" else self._follow_seconds + (command.drain_s or 0.0)
-        try:
-            async with asyncio.timeout(seconds):
-                answers = await self._broadcast("follow", command)
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the other replicas did not answer: %s", type(error).__name__)
-            raise unavailable("the other replicas did not answer", "not_live") from error
-        return [_result(one) for one in answers if one is not None]
-
-    async def _broadcast(self, method: str, argument: object) -> list[Any]:
-        """Call a method of every replica, including this one, with the argument and this replica's id."""
-        if self._handle is None:
-            self._handle = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
-        calls = self._handle.broadcast(method, argument, _replica_id())
-        return list(await calls.results_async(return_exceptions=True))
-
-
-def _bank_of(application: str) -> Any:
-    """Return the actor with the bank of quotas; it outlives the replicas, as they may be replaced."""
-    made = ray.remote(num_cpus=0, max_restarts=-1)(Bank)
-    name = f"{application}-quotas"
-    return made.options(name=name, namespace=_STORE, lifetime="detached", get_if_exists=True).remote()
-
-
-class _ClusterStore:
-    """Ray's key-value store, which exists as long as the cluster (`Store`)."""
-
-    async def get(self, key: str) -> bytes | None:
-        return await asyncio.to_thread(_internal_kv_get, key, namespace=_STORE)
-
-    async def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        existed = await asyncio.to_thread(_internal_kv_put, key, value, overwrite, namespace=_STORE)
-        return overwrite or not existed
-
-    async def delete(self, key: str) -> None:
-        await asyncio.to_thread(_internal_kv_del, key, namespace=_STORE)
-
-
-def _result(answer: CommandResult | BaseException) -> CommandResult | None:
-    """Return a replica's result, None if the replica has ended; another exception becomes an error in the result."""
-    if isinstance(answer, CommandResult):
-        return answer
-    logger.warning("a replica did not answer: %s", type(answer).__name__)
-    return None if isinstance(answer, RayActorError) else CommandResult(error=error_fields(internal()))
-
-
 def _on_own_gpus(config: ServeConfig) -> ServeConfig:
     """Hide all GPUs but those that Ray gave this replica, as Ray does not if it gave none. Raises `ConfigError`."""
     context = ray.get_runtime_context()
     gpu_ids = context.get_accelerator_ids().get("GPU", [])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)  # for the engine process
     return with_own_gpus(config, gpu_ids, context.get_assigned_resources().get("GPU", 0.0))
-
-
-def _replica_id() -> str:
-    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 class _Mounted:
@@ -318,7 +192,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     signals.install()
     handles: list[DeploymentHandle[Any]] = []
     try:
-        with logs.printing(folder / _LOG_PIPE), _session(folder, signals):
+        with logs.printing(folder / _LOG_PIPE), ray_session(folder, signals):
             try:
                 _deploy(config, folder)
                 models: dict[str, ModelInfo] = {}
@@ -326,7 +200,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
                 for replicas in handles:
                     models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
                 on_ready(Ready(_url(config), _ingress(), models, _uses(config, read)))
-                _wait_for_ray_failure()
+                wait_for_ray_failure()
                 raise SystemExit(1)
             except SystemExit:  # also before `on_ready`, because replicas serve requests earlier
                 signals.drained = _drain(config, handles)
@@ -344,17 +218,10 @@ def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
     return handles
 
 
-def _wait_for_ray_failure() -> None:
-    """Return when an essential process of Ray has ended."""
-    while not (dead := _dead_ray_process()):
-        time.sleep(_POLL_SECONDS)
-    logger.error("Ray's %s has ended; the service stops", dead)
-
-
 def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> bool:
     """Drain every replica and return whether all have drained. `handles` is empty if they are not known yet."""
-    dead = _dead_ray_process()
-    if dead == PROCESS_TYPE_RAYLET or (dead and not handles):  # the raylet runs replicas, the GCS finds them
+    dead = dead_ray_process()
+    if dead == RAYLET or (dead and not handles):  # the raylet runs replicas, the GCS finds them
         return False
     logger.info("draining")
     settings = config.settings
@@ -453,71 +320,6 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
         policy=policy,
     )
     return {"autoscaling_config": autoscaling}
-
-
-@contextmanager
-def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
-    """Start a Ray session on this machine, and end it with the block; other sessions are not affected."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        with signals.blocked():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                job_config=_job_config(),
-                _temp_dir=str(folder),
-                _node_ip_address="127.0.0.1",
-            )
-        yield
-    finally:
-        signals.ignore()
-        adopt_orphans()
-        with redirect_stdout(io.StringIO()):  # Ray kills its controller, and prints that it is dead
-            _end_ray()
-        _end_remaining_processes(_EXIT_SECONDS)
-
-
-class _NoPaths(list[str]):
-    """A list that stays empty: Ray adds the working directory, where workers would find a user's `model.py` first."""
-
-    def extend(self, paths: Iterable[str]) -> None:
-        pass
-
-
-def _job_config() -> JobConfig:
-    """Return the settings of a job whose workers import from `PYTHONPATH` only."""
-    job = JobConfig()
-    job._py_driver_sys_path = _NoPaths()
-    return job
-
-
-def _end_ray() -> None:
-    if _dead_ray_process():  # otherwise Serve would wait half a minute for its controller, which waits too
-        _end_remaining_processes(0.0)
-    try:
-        if ray.is_initialized() and not _dead_ray_process():  # otherwise Serve would start Ray to shut it down
-            serve.shutdown()
-    finally:
-        ray.shutdown()
-
-
-def _end_remaining_processes(grace_s: float) -> None:
-    left = end_descendants(grace_s)
-    if left:
-        logger.warning("killed processes that Ray has left running: %s", ", ".join(left))
-
-
-def _dead_ray_process() -> str:
-    """Return the essential Ray process that has ended; empty: none. Ray itself notices a minute later, undrained."""
-    node = ray._private.worker._global_node
-    if node is None:
-        return ""
-    alive = {kind for kind, _ in node.live_processes()}
-    return next((kind for kind in (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET) if kind not in alive), "")
 
 
 def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
