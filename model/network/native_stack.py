@@ -89,8 +89,8 @@ def native_linears(
     """Makes the projections of a network whose stacks run in C; without a library, to ask for their sizes.
 
     C computes the layers of stacks that it covers, and the head; a `quantization` of `QUANTIZED_LAYERS` keeps both in
-    fewer bits. `batch_invariant` leaves no product over rows of several segments to torch, whose order of additions
-    depends on their number.
+    fewer bits. Of a decoder, or with `batch_invariant`, no product over rows of several segments is left to torch,
+    whose order of additions depends on their number.
     """
     kind = NumberKind(str(dtype).removeprefix("torch."))
     own = NumberFormat(kind, kind)
@@ -104,9 +104,8 @@ def native_linears(
         ("patches.*", own),
         ("joint.*", own),
     ]
-    if batch_invariant:
-        native += [(f"{module}.project", own) for module in stacks]
-        native += [(f"{stack}.output", own) for stack in stacks]
+    around = ("project", "output", "layer_embeddings.project")
+    native += [(f"{stack}.{part}", own) for stack in stacks for part in around if batch_invariant or stack == "decoder"]
     return LinearFactory(dtype, native=tuple(native), library=library, quantization=quantization)
 
 

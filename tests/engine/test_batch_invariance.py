@@ -27,7 +27,9 @@ FORMATS = [
 ] + [("bfloat16", "int4", "auto")]
 # One kind runs every number format. The others run the two most different ones.
 EACH = [("llama-gqa", *how) for how in FORMATS]
-EACH += [(kind, *how) for kind in ("gemma2", "gpt2", "t5-relu", "marian") for how in (FORMATS[0], FORMATS[-2])]
+EACH += [
+    (kind, *how) for kind in ("gemma2", "gemma4", "gpt2", "t5-relu", "marian") for how in (FORMATS[0], FORMATS[-2])
+]
 pytestmark = pytest.mark.skipif(not isinstance(native(), Library), reason=f"no native kernels: {native()}")
 
 
@@ -67,6 +69,12 @@ def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> Non
 def test_generation_with_recurrent_layers_and_experts(dtype: str, quantization: str) -> None:
     """Check prompts cut into different chunks, with snapshots at different positions."""
     assert depend_on_others("qwen3-next", dtype=dtype, quantization=quantization) == []
+
+
+@pytest.mark.parametrize("kind", ["opt-narrow", "gemma4"])
+def test_generation_without_the_setting(kind: str) -> None:
+    """Check decoders with matrices before or after their layers: the setting refuses, it changes no result."""
+    assert depend_on_others(kind, dtype="float32", batch_invariant=False) == []
 
 
 @needs_vectors
