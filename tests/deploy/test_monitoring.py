@@ -15,7 +15,7 @@ from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
 from tests.service.processes import ServiceProcess
 from triptych.service.core.errors import SERVER_FAULTS
-from triptych.service.observability.metrics import _FINE_SECONDS
+from triptych.service.observability.metric_families import FINE_SECONDS
 
 RULE_QUERIES = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
 QUERIES = {**dashboard_queries(), **RULE_QUERIES, **scaling_queries()}
@@ -75,7 +75,7 @@ def test_the_error_budget_is_spent_by_what_is_our_fault() -> None:
 
 
 def test_a_bound_of_an_objective_is_that_of_a_bucket() -> None:
-    bounds = {f"{bound}" for bound in _FINE_SECONDS}
+    bounds = {f"{bound}" for bound in FINE_SECONDS}
     asked = {le for query in RULE_QUERIES.values() for le in re.findall(r'le="([^"]+)"', query)}
     assert asked and asked <= bounds
 

@@ -45,7 +45,7 @@ def _no_help(count: int) -> str:
     """Return why this number of replicas does not make this machine faster; empty if it may."""
     cpus, sockets = usable_cpus(), usable_sockets()
     if count > cpus:
-        return f"There are {cpus} CPUs, so that replicas wait for each other; at most {cpus} can compute at a time"
+        return f"There are {cpus} CPU(s), so that replicas wait for each other; at most {cpus} can compute at a time"
     if count > max(sockets, 1) and count > 1:
         return (
             f"They share the memory of {sockets} socket(s), which a single replica uses as fast, and each has its own "
