@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from triptych.service.core.errors import deadline_passed
 from triptych.service.core.models import ServedModel, Task
 from triptych.service.http.bodies import cancel_on_disconnect, context_of_request
 from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.admission import deadline_of
+
+T = TypeVar("T")
 
 
 async def hold_model(request: Request, name: str | None, task: Task, timeout_s: float | None = None) -> None:
@@ -78,3 +85,18 @@ async def choose_model(
     await hold_model(request, name, task, timeout_s)
     models.require(name, able, what, lack)  # again: a model that is new in the folder is known only now
     return models.resolve(name, task)
+
+
+async def planned(request: Request, timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` makes of a request for the engine: it decodes files, renders and tokenises texts.
+
+    Raises a 499 when the client disconnects, and a 504 when the request's time is over.
+    """
+    deadline = deadline_of(context_of_request().started, timeout_s, service_of(request).limits)
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()) as limit:
+            return await cancel_on_disconnect(request, work)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise deadline_passed() from None

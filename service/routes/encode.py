@@ -24,7 +24,7 @@ from triptych.service.http.bodies import (
     read_one_of,
 )
 from triptych.service.http.json_replies import Json, encode_reply
-from triptych.service.http.model_use import choose_model, hold_model
+from triptych.service.http.model_use import choose_model, hold_model, planned
 from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from triptych.service.lifecycle.jobs import Job, combined_outcome
 from triptych.service.lifecycle.state import Service, service_of
@@ -99,7 +99,7 @@ async def answer(
             service.models.resolve(body.model, Task.ENCODE).require_embedder()
         with service.images.request() as images:
             planning = service.encode_planner.plan(body, images, context.request_id, context.started, uncounted)
-            plan = await (cancel_on_disconnect(request, planning) if _has_images(body) else planning)
+            plan = await (planned(request, body.timeout_s, planning) if _has_images(body) else planning)
             context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
             await service.jobs.reserve(context)
             service.check_not_given_up()

@@ -25,7 +25,7 @@ from triptych.service.http.bodies import (
     with_model,
 )
 from triptych.service.http.json_replies import Generation, Json, NativeRendering, Render
-from triptych.service.http.model_use import hold_model
+from triptych.service.http.model_use import hold_model, planned
 from triptych.service.http.parsing import one_of, parsed
 from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from triptych.service.http.sse import EventStream, GenerationEvents
@@ -124,7 +124,7 @@ async def answer_taken(
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
     planning = service.generate_planner.plan(body, context.request_id, context.started, shape)
-    plan = await (planning if body.images is None else cancel_on_disconnect(request, planning))
+    plan = await (planning if body.images is None else planned(request, body.timeout_s, planning))
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     await service.jobs.reserve(context, plan.max_output_tokens)
     stream, job = submit(service, plan)

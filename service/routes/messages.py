@@ -11,8 +11,8 @@ from triptych.service.chat import conversation
 from triptych.service.dialects import messages
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
-from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
-from triptych.service.http.model_use import chat_model
+from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.model_use import chat_model, planned
 from triptych.service.http.route_table import Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import service_of
 from triptych.service.planning.capabilities import CHAT
@@ -42,8 +42,10 @@ async def create(request: Request) -> Response:
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
         said = messages.conversation(body, served)
-        turn = await cancel_on_disconnect(
-            request, conversation.take_turn(service, served, said, answer_is_held=messages.is_held(body))
+        turn = await planned(
+            request,
+            body.timeout_s,
+            conversation.take_turn(service, served, said, answer_is_held=messages.is_held(body)),
         )
         messages.check_thinking(body, turn.format)
         room = output_room(served, service.model_info(served.name), len(turn.ids))
@@ -70,6 +72,6 @@ async def count_tokens(request: Request) -> Response:
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
         said = messages.conversation(body, served)
-        count = await cancel_on_disconnect(request, conversation.count_tokens(service, served, said))
+        count = await planned(request, body.timeout_s, conversation.count_tokens(service, served, said))
     context.model, context.tokens_in = served.name, count
     return json_response({"input_tokens": count})

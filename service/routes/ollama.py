@@ -29,7 +29,6 @@ from triptych.service.dialects.ollama_bodies import (
 )
 from triptych.service.dialects.ollama_info import API_VERSION, listed, moment, running, shown
 from triptych.service.http.bodies import (
-    cancel_on_disconnect,
     context_of_request,
     json_response,
     named_model,
@@ -38,7 +37,7 @@ from triptych.service.http.bodies import (
     with_model,
 )
 from triptych.service.http.json_replies import Json
-from triptych.service.http.model_use import chat_model, hold_model
+from triptych.service.http.model_use import chat_model, hold_model, planned
 from triptych.service.http.parsing import parsed
 from triptych.service.http.route_table import BODY_ERRORS, Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import Service, service_of
@@ -80,7 +79,7 @@ async def chat(request: Request) -> Response:
         return at
     ollama.check(body)  # outside of `naming_errors`, like the conversation: their errors name fields of the body
     with at.service.handling():
-        turn = await cancel_on_disconnect(request, _fitting_turn(at, body))
+        turn = await planned(request, body.timeout_s, _fitting_turn(at, body))
         ollama.check_thinking(body, at.served, turn.format)
         return await _written(request, at, body, turn.ids, ollama.CHAT_NAMES, turn.format, turn.shape())
 
@@ -111,8 +110,8 @@ async def generate_text(request: Request) -> Response:
             prompt = await _plain_prompt(at, body)
             return await _written(request, at, body, prompt, names, ReplyFormat(), ReplyShape(cuts=bool(body.suffix)))
         said = ollama.prompt_conversation(body, at.served)
-        turn = await cancel_on_disconnect(
-            request, take_turn(at.service, at.served, said, answer_is_held=ollama.is_held(body))
+        turn = await planned(
+            request, body.timeout_s, take_turn(at.service, at.served, said, answer_is_held=ollama.is_held(body))
         )
         ollama.check_thinking(body, at.served, turn.format)
         ids = [*(body.context or ()), *_without_start(at, turn.ids, body)]

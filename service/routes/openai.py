@@ -15,8 +15,8 @@ from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
 from triptych.service.dialects.openai_replies import ChatCompletions, Completions
-from triptych.service.http.bodies import cancel_on_disconnect, read_body
-from triptych.service.http.model_use import chat_model, hold_model
+from triptych.service.http.bodies import read_body
+from triptych.service.http.model_use import chat_model, hold_model, planned
 from triptych.service.http.route_table import Example, Routes, json_body, replies
 from triptych.service.lifecycle.state import service_of
 from triptych.service.planning.capabilities import CHAT, COMPLETE, EMBED
@@ -62,8 +62,8 @@ async def chat_completions(request: Request) -> Response:
     with service.handling():
         openai.check_chat(body)  # outside of `naming_errors`, like the next lines: their errors name fields of a chat
         conversation = openai.conversation(body, served)
-        turn = await cancel_on_disconnect(
-            request, take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
+        turn = await planned(
+            request, body.timeout_s, take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
         )
         with naming_errors(names := openai.chat_names(body)):
             found = openai.chat(body, served, turn.ids, with_ids=turn.format.reasoning is not None)

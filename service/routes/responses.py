@@ -14,9 +14,9 @@ from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.dialects import response_items, responses
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.responses_bodies import ResponsesBody
-from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
+from triptych.service.http.bodies import context_of_request, json_response, read_body
 from triptych.service.http.json_replies import Json
-from triptych.service.http.model_use import chat_model
+from triptych.service.http.model_use import chat_model, planned
 from triptych.service.http.route_table import Example, Routes, in_path, in_query, json_body, replies
 from triptych.service.lifecycle.state import Service, service_of
 from triptych.service.planning.capabilities import CHAT
@@ -45,8 +45,8 @@ async def create(request: Request) -> Response:
     with service.handling(), naming_errors(responses.NAMES):
         before = await _previous(service, body)
         conversation = responses.conversation(body, served, before)
-        turn = await cancel_on_disconnect(
-            request, take_turn(service, served, conversation, answer_is_held=responses.is_held(body))
+        turn = await planned(
+            request, body.timeout_s, take_turn(service, served, conversation, answer_is_held=responses.is_held(body))
         )
         keep = _keeper(service, body, [*before, *responses.input_messages(body)])
         return await generate.answer_taken(

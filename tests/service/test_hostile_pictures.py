@@ -25,6 +25,7 @@ from tests.service.picture_chats import (
     url_of,
     words,
 )
+from tests.service.test_bad_requests import check_error
 from triptych.model.api.request import Request
 from triptych.model.vision.pictures import PreparedPicture
 from triptych.service.core.errors import ApiError
@@ -104,6 +105,25 @@ def test_no_more_pictures_are_decoded_once_the_client_has_gone(
     client.call(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
     assert 2 <= decoded < 10 and client.images.held_bytes == 0
     assert replies[0]["status"] == 499
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+def test_no_more_pictures_are_decoded_once_the_time_is_over(
+    path: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = 0
+
+    async def prepare(*_: object) -> tuple[PreparedPicture, int]:
+        nonlocal decoded
+        decoded += 1
+        await asyncio.sleep(0.02)
+        return PreparedPicture(features=bytes(192), shape=(3, 8, 8), num_positions=1), 1
+
+    monkeypatch.setattr(client.images, "prepare_picture", prepare)
+    fields = said(*map(openai_part, MANY)) if path == CHAT else {"prompt": MARK * len(MANY), "images": _CODED}
+    reply = client.post(path, model="seeing", max_tokens=4, timeout_s=0.2, **fields)
+    check_error(reply, 504, "timeout_s")
+    assert decoded < 30
 
 
 def submitted(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
