@@ -10,7 +10,7 @@ for package in 'python3*-venv' python3-pip-whl python3-setuptools-whl python3-pi
 done >/removed
 # shellcheck disable=SC2046
 test ! -s /removed || dpkg --purge --force-depends --force-remove-essential --force-remove-protected $(cat /removed)
-rm -rf /removed /usr/share/locale /usr/share/man /usr/share/info /usr/share/lintian /usr/share/bug /var/lib/apt /var/cache/apt \
+rm -rf /removed /usr/share/locale /usr/share/man /usr/share/info /usr/share/lintian /usr/share/bug /etc/apt /var/lib/apt /var/cache/apt \
     /var/cache/debconf /var/lib/dpkg/*-old /var/log/*
 find /usr/share/doc -type f ! -name copyright -delete
 find / -xdev -type f -perm /6000 -exec chmod ug-s {} +

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,9 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
         raise
     except OSError as error:
         file = f"{listed([Path(str(error.filename)).name])} " if error.filename is not None else ""
-        raise ConfigError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
+        why = error.strerror or str(error)
+        text = why if error.errno == errno.ENOSPC else f"{file}cannot be read: {why}"
+        raise ConfigError(f"{where}: {text}" if where else text) from None
 
 
 def _read_folder(whole: Path, *, pickle: bool, pictures: bool) -> Checkpoint:

@@ -112,7 +112,7 @@ class PackedFileWriter:
         self._file = file
         self._lasting = lasting
         free = os.fstatvfs(file)
-        if free.f_bavail * free.f_frsize < table.size:
+        if free.f_blocks and free.f_bavail * free.f_frsize < table.size:  # 0: in memory, without a bound
             room = free.f_bavail * free.f_frsize / 1e9
             raise OSError(errno.ENOSPC, f"{table.size / 1e9:.2f} GB are needed where {room:.2f} GB are free")
         os.ftruncate(file, table.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -17,8 +18,8 @@ from tests.model.checkpoints import copied, saved
 from tests.model.test_weights_cache import KIND, MIB, assert_loads, files, library, needs_native, packed, started
 from triptych.model.checkpoint import content, packed_file, weights_cache
 from triptych.model.checkpoint.content import signs_of
-from triptych.model.checkpoint.folder import read_checkpoint
-from triptych.model.checkpoint.packed_file import PackedFileError, PackedFileWriter, read_table
+from triptych.model.checkpoint.folder import errors_about, read_checkpoint
+from triptych.model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
 from triptych.model.checkpoint.weights_cache import WeightsCache
 from triptych.model.errors import ConfigError
 from triptych.model.linear.factory import LinearFactory
@@ -269,3 +270,18 @@ class TestWhoMayWrite:
         folder.touch()
         with pytest.raises(ConfigError, match="weights_cache"):
             WeightsCache(folder)
+
+
+def test_a_file_in_memory_has_room() -> None:
+    """The kernel reports no blocks of it, as of a tmpfs without a bound: that is not a full disk."""
+    table = Table.of({}, {"a": ArraySpec("float32", (4,), 16)})
+    with os.fdopen(os.memfd_create("weights"), "r+b", buffering=0) as file:
+        PackedFileWriter(file.fileno(), table, lasting=False).write(
+            [("a", memoryview(bytes(range(16))))], lambda _: None
+        )
+        assert os.pread(file.fileno(), 16, table.places["a"].offset) == bytes(range(16))
+
+
+def test_no_room_is_said_as_that() -> None:
+    with pytest.raises(ConfigError, match=r"^no room for 1 GB of packed weights$"), errors_about(""):
+        raise OSError(errno.ENOSPC, "no room for 1 GB of packed weights")
