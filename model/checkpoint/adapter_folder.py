@@ -15,6 +15,7 @@ from typing import Any
 
 from triptych.model.checkpoint.folder_kind import describe_folder, lfs_pointer
 from triptych.model.checkpoint.json_files import ADAPTER, ADAPTER_WEIGHTS, Use, asked_for, read_json, table, unknown
+from triptych.model.config.model import ModelConfig
 from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.system.folder_files import has_file
 
@@ -50,6 +51,14 @@ class AdapterSettings:
     targets: Targets
     scales: Scales
     saved: frozenset[str]  # names of modules that the folder has whole, in place of the base model's
+
+
+def check_base(config: ModelConfig, *, split: bool) -> None:
+    """Raise `ConfigError` for a model that serves no adapters; `split` over several ranks is one."""
+    if split:
+        raise ConfigError("a model that is split over ranks (tensor_parallel_size) serves no adapters")
+    if config.adapters is not None:
+        raise ConfigError("the base model has adapters of its own (task), and serves no others")
 
 
 def is_adapter(path: Path) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from triptych.model.checkpoint.adapter_folder import check_base
 from triptych.model.checkpoint.adapter_tensors import AdaptedModule, AdapterFolder
 from triptych.model.checkpoint.tensor_files import StoredTensor, TensorReader
 from triptych.model.config.attention import AttentionConfig, DisentangledConfig
@@ -51,7 +52,7 @@ class _Planned:
 
 def plan_adapter(folder: AdapterFolder, model: Transformer) -> dict[str, list[_Planned]]:
     """Return which projections an adapter changes, by headers alone; raises `CheckpointError` if it does not fit."""
-    _check_base(model)
+    check_base(model.config, split=model.linear.collective is not None)
     family, config = family_for(model.config), model.config
     rules: dict[str, list[LinearRule]] = {}
     for rule in family.rules(config):
@@ -85,14 +86,6 @@ def _is_unread(stem: str, rules: Collection[str], family: Family, config: ModelC
 
 def _stem(family: Family, module: str) -> str:
     return family.canonical(f"{module}.weight").removesuffix(".weight")
-
-
-def _check_base(model: Transformer) -> None:
-    config = model.config
-    if model.linear.collective is not None:
-        raise ConfigError("a model that is split over ranks (tensor_parallel_size) serves no adapters")
-    if config.adapters is not None:
-        raise ConfigError("the base model has adapters of its own (task), and serves no others")
 
 
 def _fitted(

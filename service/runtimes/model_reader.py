@@ -10,7 +10,7 @@ from typing import Any
 
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint import hub_names
-from triptych.model.checkpoint.adapter_folder import read_adapter_settings
+from triptych.model.checkpoint.adapter_folder import check_base, read_adapter_settings
 from triptych.model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from triptych.model.checkpoint.json_files import CARD
 from triptych.model.errors import ConfigError
@@ -36,6 +36,7 @@ def read_model(spec: ModelSpec, max_beams: int = Limits().max_beams) -> ServedMo
 def read_adapted(spec: ModelSpec, base: ServedModel) -> ServedModel:
     """Read the folder of a LoRA adapter of a model; raises `ConfigError` with the adapter's name."""
     with errors_about(spec.name):
+        check_base(base.config, split=spec.engine.tensor_parallel_size > 1)
         read_adapter_settings(Path(spec.path), pickle=spec.engine.pickle)
     return base.adapted(spec)
 

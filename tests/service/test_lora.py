@@ -21,6 +21,7 @@ from tests.engine.test_lora import MIXED, PROMPTS, SMALL, expected, folders
 from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.texts import bytes_tokenizer
+from tests.service.test_adapters import write_folder
 from tests.service.test_bad_requests import check_error
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -450,6 +451,12 @@ def test_a_bad_adapter_is_refused_before_the_engine_starts(tmp_path: Path) -> No
     base = ServedModel("base", read_checkpoint(folders()["base"]), None, ENGINE)
     with pytest.raises(ConfigError, match=r"sql: .*expected the folder of a LoRA adapter"):
         read_adapted(ModelSpec("sql", str(tmp_path), ENGINE, adapter_of="base"), base)
+    split = ModelSpec("sql", str(folders()["sql"]), replace(ENGINE, tensor_parallel_size=2), adapter_of="base")
+    with pytest.raises(ConfigError, match=r"sql: a model that is split over ranks \(tensor_parallel_size\)"):
+        read_adapted(split, base)
+    own = replace(base, checkpoint=read_checkpoint(write_folder(tmp_path / "own")[0]))
+    with pytest.raises(ConfigError, match="sql: the base model has adapters of its own"):
+        read_adapted(ModelSpec("sql", str(folders()["sql"]), ENGINE, adapter_of="base"), own)
 
 
 def test_inspect_shows_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
