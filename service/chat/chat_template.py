@@ -248,7 +248,7 @@ class ChatTemplate:
         last = messages[-1]
         content = text_of(last)
         if content is None:
-            raise invalid("continue_final_message: the last message has no content", "continue_final_message")
+            raise invalid("continue_final_message: the last message has no text at its end", "continue_final_message")
         said = last["content"]
         tagged_content = content + _TAG if isinstance(said, str) else [*said[:-1], {**said[-1], "text": content + _TAG}]
         tagged = [*messages[:-1], {**last, "content": tagged_content}]

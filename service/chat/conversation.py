@@ -143,8 +143,8 @@ async def count_tokens(service: Service, served: ServedModel, conversation: Conv
     """Return the number of tokens of the prompt that `take_turn` makes."""
     _, _, parts = await _prompt(service, served, conversation)
     tokenizer, param = served.require_tokenizer(conversation.param), conversation.param
-    pictures, context = _pictures(service, served, conversation), service.model_info(served.name).max_model_len
-    prepared = await pictures.decode(pictures_of(conversation.messages), context, param)
+    pictures = _pictures(service, served, conversation)
+    prepared = await pictures.decode(pictures_of(conversation.messages), None, param)  # texts may be too long as well
     parts = pictures.expanded(parts, prepared, param)
     size = sum(map(len, parts))
     count = await service.threads.run(served.name, size, lambda: len(tokenizer.encode_parts(parts)))

@@ -110,10 +110,10 @@ class Pictures:
         if found and (context := current()) is not None:
             context.at_end(self._images.close)
 
-    async def decode(self, found: Sequence[Json], context: int, param: str) -> list[PreparedPicture]:
+    async def decode(self, found: Sequence[Json], context: int | None, param: str) -> list[PreparedPicture]:
         """Return the pictures as the model reads them; raises an `ApiError` for a broken file, or for too many tokens.
 
-        `context` is the model's, `param` the field of the prompt.
+        `context` is the most tokens that they may have, None: any number. `param` is the field of the prompt.
         """
         positions, pictures = 0, []
         for one in found:
@@ -124,7 +124,7 @@ class Pictures:
                 self._prepared[key] = await decoded(work, one["param"])
             pictures.append(self._prepared[key])
             positions += pictures[-1].num_positions * len(pictures[-1].parts)
-            if positions > context:
+            if context is not None and positions > context:
                 raise context_exceeded(context, f"{param} has images of more than {positions - 1} tokens", param)
         return pictures
 

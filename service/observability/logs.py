@@ -68,6 +68,8 @@ def access(context: RequestContext, method: str, path: str) -> None:
         text += f" by {context.tenant.name}"
     if context.model:
         text += f" {context.model} {context.tokens_in} in {context.tokens_out} out {outcome}"
+        if context.images:
+            text += f", {context.images} images"
     phases, parts = context.phases_ms, {}
     if phases is not None:
         text += " (queue {:.1f}, prefill {:.1f}, decode {:.1f} ms; {} cached, {} running)".format(

@@ -151,12 +151,29 @@ def test_a_picture_that_is_sent_often_goes_to_the_engine_once(client: Client, mo
     assert [bool(span.source.features) for span in spans] == [True, True] + [False] * 7
 
 
+def test_a_prompt_that_is_too_long_is_counted(client: Client) -> None:
+    def count(times: int) -> int:
+        reply = client.post("/v1/messages/count_tokens", model="seeing", **said(*[claude_part(FILES[0])] * times))
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["input_tokens"])
+
+    one, two = count(1), count(2)
+    assert count(100) == one + 99 * (two - one) > 1024  # the context
+
+
+def test_a_message_that_ends_with_a_picture_is_not_continued(client: Client) -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    reply = client.post(CHAT, **ASKED, **fields, **said(words("x"), openai_part(FILES[0])))
+    assert "no text at its end" in check_error(reply, 400, "continue_final_message")["message"]
+
+
 def test_pictures_are_counted(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "triptych.access"):
         client.post(CHAT, **ASKED, **said(*map(openai_part, FILES)))
         client.post(CHAT, **ASKED, **said(words("x")))
-    fields: Any = [record.fields for record in caplog.records if record.name == "triptych.access"]  # type: ignore[attr-defined]
-    assert [one.get("images") for one in fields] == [2, None]
+    records: list[Any] = [record for record in caplog.records if record.name == "triptych.access"]
+    assert [one.fields.get("images") for one in records] == [2, None]
+    assert [", 2 images" in one.message for one in records] == [True, False]
 
 
 @pytest.mark.parametrize("mark", [MARK, "<|im_end|>", "<|vision_start|>"])
