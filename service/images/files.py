@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Awaitable
 from typing import TypeVar
-from urllib.parse import unquote
 
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.processing import ImageProcessing
@@ -16,6 +15,7 @@ from triptych.service.sandbox.process_pool import WorkerError
 T = TypeVar("T")
 
 _SCHEME = 32  # characters in which an address has its scheme
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "="}  # in URLs; decoding all escapes takes 0.1 s of a body of 2 MB
 _SPACES = {ord(one): None for one in " \t\r\n"}  # programs break lines of base64
 
 
@@ -26,8 +26,9 @@ def file_bytes(value: str, param: str) -> bytes:
     head, separator, data = value.partition(",") if value[:5].lower() == "data:" else ("", ",", value)
     if head and not (separator and head.lower().endswith(";base64")):
         raise _refused(f"{param}: a data URL must have the form data:image/png;base64,DATA", param)
-    if head and "%" in data:  # as in any URL
-        data = unquote(data)
+    if head and "%" in data:
+        for code, one in _ESCAPED.items():
+            data = data.replace(code, one).replace(code.lower(), one)
     if "://" in value[:_SCHEME]:
         found = shorten(value[:80])
         raise _refused(f"{param}: the service follows no addresses, found {found}; send the file in base64", param)
