@@ -42,6 +42,7 @@ from triptych.model.checkpoint.processors import (
     IMAGE_PARTS,
     IMAGE_SETTINGS,
     MISSING,
+    read_images_of_any_shape,
     read_pictures,
     read_processor,
     warnings_of,
@@ -275,6 +276,10 @@ def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[
         return (replace(config, pictures=None), None) if pictures is None else (config, pictures.bounded())
     if config.image is None:
         return config, None
+    if config.image.most_patches is not None:
+        made, found = read_images_of_any_shape(path, config, config.image.patch)
+        warnings += found
+        return replace(config, image=replace(config.image, most_patches=made.most)), made
     if (processor := read_processor(path, IMAGE_PARTS)) is None:
         warnings.append(f"{MISSING}: images are prepared with the usual settings of {config.model_type}")
         size = config.image.size

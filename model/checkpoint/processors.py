@@ -51,7 +51,7 @@ PICTURE_SETTINGS = {  # of the processors of models that read pictures in prompt
     **table(
         served=(
             *("patch_size", "merge_size", "min_pixels", "max_pixels"),
-            *("max_image_size", "do_image_splitting", "max_soft_tokens", "pooling_kernel_size"),
+            *("max_image_size", "do_image_splitting", "max_soft_tokens", "pooling_kernel_size", "max_num_patches"),
         ),
         refused=("pad_size",),
         unused=(
@@ -95,6 +95,16 @@ def warnings_of(processor: ProcessorSettings, known: Table) -> list[str]:
         raise ConfigError(f"{processor.where}: {key} = {value!r} is not served; remove it if the model does without")
     names = unknown(processor.settings, known)
     return [f"{processor.where}: unknown settings are ignored: {listed(names)}"] if names else []
+
+
+def read_images_of_any_shape(path: Path, config: ModelConfig, patch: int) -> tuple[PictureProcessing, list[str]]:
+    """Return how images that keep their proportions are prepared, with warnings; raises `ConfigError`."""
+    processor = read_processor(path, IMAGE_PARTS)
+    if processor is None:
+        missing = f"{MISSING}: images are prepared with the usual settings of {config.model_type}"
+        return picture_processing({}, config.model_type, patch, 1, {}, PREPROCESSOR), [missing]
+    found = picture_processing(processor.settings, config.model_type, patch, 1, {}, processor.where)
+    return found, warnings_of(processor, PICTURE_SETTINGS)
 
 
 def read_pictures(path: Path, config: ModelConfig) -> tuple[PictureProcessing | None, list[str]]:

@@ -73,15 +73,20 @@ class ImageConfig:
     registers: int = 0
     # Patches a side that positions are stored of, and stretched from to those of `size`; None: of as many (ViT).
     grid: int | None = None
-    antialias: bool = False  # of the stretching, which is bicubic
+    antialias: bool = False  # of the stretching, which is bicubic, of images of any proportions bilinear
+    # Patches of an image at most, which has its own proportions; the table's are then `size` (NaFlex, SigLIP 2).
+    most_patches: int | None = None
     class_token: bool = True  # False: there are only patches (SigLIP)
     bias: bool = True  # of the projection of patches
 
     def __post_init__(self) -> None:
-        require_positive(size=self.size, patch=self.patch, channels=self.channels)
+        require_positive(size=self.size, patch=self.patch, channels=self.channels, most_patches=self.most_patches or 1)
         if self.size < self.patch:
             raise ConfigError(f"image size {self.size} is less than the patch size {self.patch}")
-        if not self.class_token and (self.distilled or self.registers or self.grid is not None):
+        if self.most_patches is not None and (self.class_token or self.grid is None):
+            raise ConfigError("images of any proportions have patches alone, and stretched positions")
+        stretched = self.grid is not None and self.most_patches is None
+        if not self.class_token and (self.distilled or self.registers or stretched):
             raise ConfigError("other learned tokens, and stretched positions, follow a classifier token")
 
     @property
@@ -96,7 +101,7 @@ class ImageConfig:
 
     @property
     def num_tokens(self) -> int:
-        return self.side**2 + self.first_tokens
+        return self.side**2 + self.first_tokens if self.most_patches is None else self.most_patches
 
     @property
     def patch_elements(self) -> int:
@@ -104,8 +109,8 @@ class ImageConfig:
 
     @property
     def pixel_bytes(self) -> int:
-        """Of one image with 8 bits a channel."""
-        return self.channels * self.size**2
+        """Of one image with 8 bits a channel, at most."""
+        return self.channels * (self.size**2 if self.most_patches is None else self.most_patches * self.patch**2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +418,7 @@ class ModelConfig:
 
     def at_image_size(self, size: int) -> ModelConfig:
         """Return the config for images of `size` pixels a side; positions are stretched to that."""
-        if self.image is None or self.image.grid is None:
+        if self.image is None or self.image.grid is None or self.image.most_patches is not None:
             return self
         image = replace(self.image, size=size)
         return replace(self, image=image, max_positions=image.num_tokens)

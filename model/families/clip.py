@@ -7,6 +7,8 @@ both ways, fills texts up, and pools images by attention (Zhai et al. 2023). Sig
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
@@ -32,7 +34,7 @@ def clip(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return _model(raw, text, vision, joint, vocabulary, causal=True)
 
 
-def siglip(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+def siglip(raw: Settings, names: Collection[str] | None, *, any_shape: bool = False) -> ModelConfig:
     text, vision = (_part(raw, side) for side in ("text", "vision"))
     width = vision["hidden_size"]
     size = text.get("projection_size") or text["hidden_size"]
@@ -45,7 +47,12 @@ def siglip(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert norm is not None
     probe = ProbeConfig(layer.attention, layer.mlp, norm)
     joint = JointConfig(size, exclusive=False, text_bias=True, projects_images=False, probe=probe, padded=True)
-    return _model(raw, text, vision, joint, text.get("vocab_size", 32000), causal=False)
+    return _model(raw, text, vision, joint, text.get("vocab_size", 32000), causal=False, any_shape=any_shape)
+
+
+def siglip2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build SigLIP 2 with images of any proportions, whose positions are stretched (Tschannen et al. 2025: NaFlex)."""
+    return siglip(raw, names, any_shape=True)
 
 
 def _part(raw: Settings, side: str) -> Settings:
@@ -73,19 +80,36 @@ def vision_layer(raw: Settings, act: str, eps: float) -> LayerConfig:
 
 
 def _model(
-    raw: Settings, text: Settings, vision: Settings, joint: JointConfig, vocabulary: int, *, causal: bool
+    raw: Settings,
+    text: Settings,
+    vision: Settings,
+    joint: JointConfig,
+    vocabulary: int,
+    *,
+    causal: bool,
+    any_shape: bool = False,
 ) -> ModelConfig:
     act, eps = ("quick_gelu", 1e-5) if joint.exclusive else ("gelu_pytorch_tanh", 1e-6)
+    patch = vision_side(vision, "patch_size", 32 if joint.exclusive else 16)
+    count = vision["num_patches"] if any_shape else None
+    grid = None if count is None else isqrt(count)
     image = ImageConfig(
-        vision_side(vision, "image_size", 224),
-        vision_side(vision, "patch_size", 32 if joint.exclusive else 16),
+        vision_side(vision, "image_size", 224) if grid is None else grid * patch,
+        patch,
         vision.get("num_channels", 3),
+        grid=grid,
+        antialias=any_shape,
+        most_patches=count,
         class_token=joint.probe is None,
         bias=joint.probe is not None,
     )
+    if grid is not None and grid**2 != count:
+        raise ConfigError(f"vision_config.num_patches must be those of a square, found {count}")
     longest = text.get("max_position_embeddings", 77 if causal else 64)
     texts = _stack(text, vision_layer(text, act, eps), longest, causal=causal)
     images = _stack(vision, vision_layer(vision, act, eps), image.num_tokens, embed_norm=joint.probe is None)
+    if any_shape:
+        images = replace(images, position=PositionConfig())
     for part in (text, vision):
         part.get("projection_size")
         part.refuse_unread()
@@ -141,13 +165,15 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     reads = "encoder" if config.decoder is None else "decoder"
     yield TensorRule(f"{text}.embeddings.token_embedding.weight", "tokens.weight")
     for here, there, stack in ((text, reads, config.text_stack), (vision, "vision", config.vision)):
-        yield TensorRule(f"{here}.embeddings.position_embedding.weight", f"{there}.positions.weight")
+        added = stack.position.kind is PositionKind.LEARNED
+        positions = f"{there}.positions.weight" if added else "patches.positions"
+        yield TensorRule(f"{here}.embeddings.position_embedding.weight", positions)
         for index, layer in enumerate(stack.layers):
             yield from _NAMES.layer_rules(layer, f"{here}.{_NAMES.layer.format(index)}", f"{there}.layers.{index}")
     yield from affine(f"{text}.final_layer_norm", f"{reads}.final_norm")
     yield from affine(f"{vision}.post_layernorm", "vision.final_norm")
     patches, image, size = f"{vision}.embeddings.patch_embedding", config.image, config.vision.hidden_size
-    shape = (size, image.channels, image.patch, image.patch)
+    shape = None if image.most_patches is not None else (size, image.channels, image.patch, image.patch)
     yield TensorRule(f"{patches}.weight", "patches.project.weight", shape=shape)
     scalar = () if config.joint.exclusive else (1,)
     yield TensorRule("logit_scale", "joint.scale", shape=scalar)
@@ -178,4 +204,5 @@ _FAMILY = Family(
     dropped=("*embeddings.position_ids",),
     tables=("text_model.embeddings.token_embedding.weight",),
 )
-FAMILIES = {"clip": _FAMILY, "siglip": Family(siglip, rules, dropped=_FAMILY.dropped, tables=_FAMILY.tables)}
+_SIGLIP = replace(_FAMILY, config=siglip)
+FAMILIES = {"clip": _FAMILY, "siglip": _SIGLIP, "siglip2": replace(_SIGLIP, config=siglip2)}

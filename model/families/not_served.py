@@ -24,7 +24,6 @@ _TYPES = {
     "speech out is not served": "speecht5 vits bark csm dia parler_tts fastspeech2_conformer qwen2_5_omni "
     "qwen3_omni_moe",
     "vectors that images and texts share are not served": "blip blip-2 chinese_clip altclip align clap",
-    "images of any proportions are not prepared": "siglip2",
     "places of words on a page are not read": "layoutlm layoutlmv2 layoutlmv3 lilt markuplm",
     "text from images is not served": "trocr vision-encoder-decoder donut-swin florence2 pix2struct",
     "two models that are joined are not served": "encoder-decoder rag",

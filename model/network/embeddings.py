@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -123,10 +125,16 @@ class PatchEmbedding(nn.Module):
         self.first = nn.Parameter(torch.empty(size)) if config.class_token else None
         self.distillation = nn.Parameter(torch.empty(size)) if config.distilled else None
         self.registers = nn.Parameter(torch.empty(config.registers, size)) if config.registers else None
-        self.positions = None if config.grid is None else nn.Parameter(torch.empty(1 + config.grid**2, size))
+        self.positions: nn.Parameter | None = None
+        if config.grid is not None:
+            self.positions = nn.Parameter(torch.empty(config.class_token + config.grid**2, size))
         self.project = linear(LinearSpec("project", config.patch_elements, (Part(size),), config.bias))
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * tokens, E]
+    def forward(self, pixels: Tensor | Sequence[Tensor]) -> Tensor:  # [B, C, S, S] -> [B * tokens, E]
+        """`pixels` of images of any proportions are `[C, H, W]` of each."""
+        if self.config.most_patches is not None:
+            return torch.cat([self._of_any_shape(one) for one in pixels])
+        assert isinstance(pixels, Tensor)
         patch = self.config.patch
         patches = nn.functional.unfold(pixels, patch, stride=patch).transpose(1, 2)  # [B, N, C * P * P]
         projected = self.project(patches.flatten(0, 1)).unflatten(0, patches.shape[:2])
@@ -139,6 +147,19 @@ class PatchEmbedding(nn.Module):
         more = [one for one in (self.distillation, self.registers) if one is not None]
         before = torch.cat((first, *(one.view(-1, first.shape[1]) for one in more)))
         return torch.cat((before.expand(len(pixels), -1, -1), projected), dim=1).flatten(0, 1)
+
+    def _of_any_shape(self, pixels: Tensor) -> Tensor:  # [C, H, W] -> [H / P * W / P, E]
+        """The vectors of one image, each of a patch with all channels of a pixel together."""
+        grid, patch, positions = self.config.grid, self.config.patch, self.positions
+        assert grid is not None and positions is not None
+        channels, rows, columns = len(pixels), pixels.shape[1] // patch, pixels.shape[2] // patch
+        cut = pixels.reshape(channels, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+        # Contiguous: torch 2.13 stretches channels that lie last to one column by other weights.
+        table = positions.float().view(1, grid, grid, -1).permute(0, 3, 1, 2).contiguous()
+        table = nn.functional.interpolate(
+            table, size=(rows, columns), mode="bilinear", align_corners=False, antialias=self.config.antialias
+        )
+        return self.project(cut.reshape(rows * columns, -1)) + table[0].flatten(1).T.to(positions.dtype)
 
     def _stretched(self, positions: Tensor) -> Tensor:  # [1 + grid^2, E] -> [1 + side^2, E]
         """Positions of the first token, and of patches at the size of images; interpolated in float32."""

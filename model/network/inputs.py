@@ -48,7 +48,8 @@ class StackInput:
     positions: Tensor  # [T] that rotary positions and tables of positions go by
     metadata: AttentionMetadata  # by the tables of the cache's first pool, if there is a cache
     token_types: Tensor | None = None  # [T]; None: all of segment 0
-    pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
+    # Instead of token ids normalised images, [B, channels, size, size] or [channels, height, width] of each.
+    pixels: Tensor | Sequence[Tensor] | None = None
     frames: Tensor | None = None  # [B, mel bins, frames] instead of token ids, log-mel energies
     # The same by the tables of the others; of a tower, what `windowed` layers attend by.
     other_pools: tuple[AttentionMetadata, ...] = ()

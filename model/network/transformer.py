@@ -228,7 +228,10 @@ class Transformer(nn.Module):
             adapters = inputs.adapters
             return vectors if adapters is None else adapters.embedded("tokens", inputs.input_ids, vectors)
         assert self.patches is not None
-        return self.patches(inputs.pixels.to(self.dtype))
+        pixels = inputs.pixels
+        if isinstance(pixels, Tensor):
+            return self.patches(pixels.to(self.dtype))
+        return self.patches([one.to(self.dtype) for one in pixels])
 
     def write_encoder_output(
         self, encoder_output: Tensor, cache: KVCache, slots: Tensor, adapters: RowAdapters | None = None

@@ -101,6 +101,12 @@ def dress_gemma(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
+def dress_siglip2(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    """Read texts as Gemma does, in lower case, which the model was trained on and older files do not say."""
+    dress_gemma(tokenizer, files, charsmap)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", SPACE)])
+
+
 def around_llama(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
     """Put begin and end around texts; what tokenizer.json puts there stays."""
     if files.loaded is None:

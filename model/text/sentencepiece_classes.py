@@ -18,6 +18,7 @@ from triptych.model.text.sentencepiece_bpe import (
     dress_gemma,
     dress_llama,
     dress_nllb,
+    dress_siglip2,
     read_bpe,
     read_nllb,
 )
@@ -353,6 +354,12 @@ _ALL = {
     "Gemma": replace(
         _LLAMA,
         dress=dress_gemma,
+        specials={f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+        settings=frozenset(),
+    ),
+    "Siglip2": replace(
+        _LLAMA,
+        dress=dress_siglip2,
         specials={f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
         settings=frozenset(),
     ),

@@ -25,7 +25,7 @@ from triptych.model.text.sentencepiece_model import SPACE
 from triptych.model.text.source_languages import SourceLanguages, source_languages
 from triptych.model.text.spelled_marks import SpelledMarks
 from triptych.model.text.tokenizer_builder import build_tokenizer, cleans_up
-from triptych.model.text.tokenizer_class import put_end_after_texts
+from triptych.model.text.tokenizer_class import class_over_json, put_end_after_texts
 from triptych.model.text.tokenizer_files import Files, is_panic, library_errors
 from triptych.model.text.word_cache import WordCache
 
@@ -421,7 +421,7 @@ def _pair_of_languages(files: Files) -> tuple[str, str] | None:
 
 def _padding(files: Files) -> tuple[str, bool]:
     """Return the token that fills texts up, and whether it stands before them."""
-    side = files.text("padding_side", "left" if files.tokenizer_class in ("Gemma", "Siglip2") else "right")
+    side = files.text("padding_side", "left" if class_over_json(files) in ("Gemma", "Siglip2") else "right")
     return files.special("pad_token", ""), side == "left"
 
 

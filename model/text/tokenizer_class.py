@@ -164,6 +164,7 @@ _TYPES = {
     "Roberta": "bart bridgetower clap data2vec-text florence2 ibert led lilt longformer mega mra mvp roberta "
     "roberta-prelayernorm",
     "Siglip": "siglip",
+    "Siglip2": "siglip2",
     "T5": "mt5 musicgen musicgen_melody switch_transformers t5",
     "Whisper": "whisper",
     "XGLM": "xglm",
@@ -182,12 +183,14 @@ _AS_WRITTEN = frozenset(
     pixtral pocket_tts stablelm umt5 voxtral voxtral_realtime xlm-roberta-xl fuyu llava_next iquestcoder openvla
     cohere_asr hyperclovax minicpmv nemotron smolvlm llava molmo internlm3 ernie4_5_moe minicpm3 molmo2 minimax_m2
     phimoe internlm2 modernbert-decoder nvfp4 camembertv2-base h2ovl_chat jamba arctic chatlm modernbert opencua
-    phi3_v ernie4_5 phi3 vipllava paddleocr_vl step3_vl hyperclovax_vlm siglip2
+    phi3_v ernie4_5 phi3 vipllava paddleocr_vl step3_vl hyperclovax_vlm
     """.split()  # noqa: SIM905
 )
 
 # Types whose published folders name a wrong class: the type's own is taken.
-_FORCED = frozenset(("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2"))
+_FORCED = frozenset(
+    ("siglip2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2")
+)
 
 # Names that say nothing of a class.
 _GENERIC = frozenset(("PreTrained", "TokenizersBackend", "PythonBackend", "SentencePieceBackend", "Auto"))
@@ -223,6 +226,8 @@ def class_of_older_files(files: Files) -> str:
     """
     named = files.tokenizer_class
     known = _ALIASES.get(named, named if named in _TYPES else "")
-    if named and not known and named not in _GENERIC and files.model_type not in _FORCED:
+    if files.model_type in _FORCED:
+        known = _BY_TYPE[files.model_type]
+    if named and not known and named not in _GENERIC:
         return ""
     return known or _BY_TYPE.get(files.model_type, "") or _OLDER_TYPES.get(files.model_type, "")

@@ -34,6 +34,7 @@ _MOST_RATIO = 200  # of the longer side to the shorter, of `Way.AREA`
 _LONGEST_TILED = 4_096  # pixels of the longer side, of `Way.TILES`
 MOST_ROWS = 4_096  # positions of a picture, or of a tile
 _BUDGETS = (70, 140, 280, 560, 1_120)  # positions that `Way.BUDGET` may have
+_STEP, _LARGEST = 1e-5, 100.0  # of the factors among which `Way.PATCHES` searches
 _LOW = 512  # pixels a side that the detail "low" leaves
 
 
@@ -44,12 +45,20 @@ class Way(StrEnum):
     AREA = "area"  # its own proportions, between two numbers of pixels (Qwen)
     LONGEST = "longest"  # its own proportions, up to a longest side (Pixtral)
     BUDGET = "budget"  # its own proportions, as large as a number of positions allows (Gemma 4)
+    PATCHES = "patches"  # its own proportions, as large as a number of patches allows, rounded up (SigLIP 2)
     TILES = "tiles"  # squares of one size, then the whole as one more (Idefics 3)
 
 
 _CLASSES = {
     **dict.fromkeys(("CLIP", "Siglip", "Llava", "Gemma3", "ViT", "Bit", "DeiT"), Way.SQUARE),
-    **{"Gemma4": Way.BUDGET, "Qwen2VL": Way.AREA, "Pixtral": Way.LONGEST, "Idefics3": Way.TILES, "SmolVLM": Way.TILES},
+    **{
+        "Gemma4": Way.BUDGET,
+        "Siglip2": Way.PATCHES,
+        "Qwen2VL": Way.AREA,
+        "Pixtral": Way.LONGEST,
+        "Idefics3": Way.TILES,
+        "SmolVLM": Way.TILES,
+    },
 }
 
 
@@ -74,7 +83,8 @@ class PreparedPicture:
 class PictureProcessing(ImageProcessing):
     """How the pictures of one model are resized and cut, and what stands for them in a prompt.
 
-    `least` and `most` are pixels (`AREA`), those of the longest side (`LONGEST`, `TILES`), or positions (`BUDGET`).
+    `least` and `most` are pixels (`AREA`), those of the longest side (`LONGEST`, `TILES`), or positions (`BUDGET`,
+    `PATCHES`).
     """
 
     way: Way
@@ -124,7 +134,7 @@ class PictureProcessing(ImageProcessing):
         sides = {Way.SQUARE: self.size, Way.TILES: self.tile, Way.LONGEST: self.most + side - 1}
         if self.way in sides:
             return (sides[self.way] // side) ** 2
-        return self.most if self.way is Way.BUDGET else self.most // side**2
+        return self.most if self.way in (Way.BUDGET, Way.PATCHES) else self.most // side**2
 
     def bounded(self) -> PictureProcessing:
         """Return the processing that makes no more than `MOST_ROWS` of a picture, whose memory has to be there."""
@@ -144,7 +154,8 @@ class PictureProcessing(ImageProcessing):
         """Return what the tower reads, resized: the picture or its tiles, with the rows and columns of tiles."""
         if self.way == Way.TILES:
             return self._tiled(image)
-        sides = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest, Way.BUDGET: self._by_budget}.get(self.way)
+        ways = {Way.AREA: self._by_area, Way.LONGEST: self._by_longest}
+        sides = (ways | {Way.BUDGET: self._by_budget, Way.PATCHES: self._by_patches}).get(self.way)
         return [self.resized(image) if sides is None else self._at(image, *sides(image.width, image.height))], (0, 0)
 
     def _at(self, image: Image.Image, width: int, height: int) -> Image.Image:
@@ -182,6 +193,19 @@ class PictureProcessing(ImageProcessing):
         elif not columns:
             columns, rows = 1, min(height // width, self.most)
         return columns * side, rows * side
+
+    def _by_patches(self, width: int, height: int) -> tuple[int, int]:
+        """The largest sides, rounded up to a patch's, with no more patches than there may be; searched by halving."""
+
+        def scaled(scale: float, length: int) -> int:
+            return max(self.patch, math.ceil(length * scale / self.patch) * self.patch)
+
+        low, high = _STEP / 10, _LARGEST
+        while high - low >= _STEP:
+            middle = (low + high) / 2
+            patches = scaled(middle, height) // self.patch * (scaled(middle, width) // self.patch)
+            low, high = (middle, high) if patches <= self.most else (low, middle)
+        return scaled(low, width), scaled(low, height)
 
     def _by_longest(self, width: int, height: int) -> tuple[int, int]:
         """The picture's sides, or less, rounded up to a block's."""
@@ -318,6 +342,8 @@ def _bounds(way: Way, settings: Mapping[str, Any], side: int, merge: int, where:
             counts = listed(map(str, _BUDGETS))
             raise ConfigError(f"{where}: max_soft_tokens must be one of {counts}, found {most!r}"[:300])
         return {"most": most}
+    if way is Way.PATCHES:
+        return {"most": _number(settings, "max_num_patches", MOST_ROWS, where)}
     size = settings.get("size")
     size = dict(size) if isinstance(size, Mapping) else {}
     if way is Way.AREA:

@@ -32,6 +32,7 @@ _CLASSES: dict[str, Mapping[str, Any]] = {
     "Siglip": {"resample": _BICUBIC, "size": {"height": 224, "width": 224}, "default_to_square": False},
     "Llava": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
     "Gemma3": {"size": {"height": 224, "width": 224}},
+    "Siglip2": {"max_num_patches": 256},
     "Gemma4": {"resample": _BICUBIC, "do_normalize": False, "max_soft_tokens": 280},
     "Qwen2VL": {**_OPENAI, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     "Pixtral": {**_OPENAI, "size": {"longest_edge": 1024}},
@@ -40,7 +41,14 @@ _CLASSES: dict[str, Mapping[str, Any]] = {
 _CLASSES["SmolVLM"] = _CLASSES["Idefics3"]
 # The class of a model type, where a file names none.
 _TYPES = {
-    **{"clip": "CLIP", "siglip": "Siglip", "llava": "CLIP", "gemma3": "Gemma3", "gemma4": "Gemma4"},
+    **{
+        "clip": "CLIP",
+        "siglip": "Siglip",
+        "siglip2": "Siglip2",
+        "llava": "CLIP",
+        "gemma3": "Gemma3",
+        "gemma4": "Gemma4",
+    },
     **{"mistral3": "Pixtral", "idefics3": "Idefics3", "smolvlm": "SmolVLM"},
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen2VL"),
 }

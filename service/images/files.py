@@ -6,7 +6,9 @@ import base64
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from triptych.model.api.request import Source, image_source
 from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.pictures import PictureProcessing
 from triptych.model.vision.processing import ImageProcessing
 from triptych.service.core.errors import ApiError, invalid, shorten, unavailable
 from triptych.service.images.image_pool import RequestImages
@@ -43,9 +45,24 @@ def as_data_url(value: str) -> str:
     return value if value[:5].lower() == "data:" else f"data:application/octet-stream;base64,{value}"
 
 
-async def pixels_of(value: str, param: str, images: RequestImages, processing: ImageProcessing) -> bytes:
-    """Return an image as the pixels that the model reads; raises a 400 that names `param`, or a 503."""
-    return await decoded(images.prepare(file_bytes(value, param), processing), param)
+async def source_of(
+    value: str,
+    param: str,
+    images: RequestImages,
+    processing: ImageProcessing,
+    shape: tuple[int, int, int],
+    num_positions: int,
+) -> Source:
+    """Return an image as the pixels that the model reads, of `shape` unless it keeps its proportions.
+
+    Raises a 400 that names `param`, or a 503.
+    """
+    data = file_bytes(value, param)
+    if isinstance(processing, PictureProcessing):  # images of their own proportions
+        made = await decoded(images.prepare_picture(data, processing, "auto"), param)
+        return image_source(made.features, made.shape, made.num_positions)
+    pixels = await decoded(images.prepare(data, processing), param)
+    return image_source(pixels, shape, num_positions)
 
 
 async def decoded(work: Awaitable[T], param: str) -> T:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from triptych.model.api.request import EncodeOutput, EncodeRequest, Pooling, image_source, token_source
+from triptych.model.api.request import EncodeOutput, EncodeRequest, Pooling, token_source
 from triptych.model.errors import TooManyTokensError
 from triptych.model.text.tokenizer import Encoded, Located
 from triptych.service.core.context_bound import context_exceeded
@@ -24,7 +24,7 @@ from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.errors import deadline_passed, invalid
 from triptych.service.core.models import Models, ServedModel, Task
 from triptych.service.core.request_context import current, tenant_id
-from triptych.service.images.files import pixels_of
+from triptych.service.images.files import source_of
 from triptych.service.images.image_pool import RequestImages
 from triptych.service.planning.admission import check_room, check_timeout, deadline_of, loaded_info
 from triptych.service.planning.encode_checks import check_inputs, texts_of
@@ -137,7 +137,8 @@ class EncodePlanner:
         files = [(owner, one) for owner, one in enumerate(inputs) if one.image is not None or served.config.only_images]
         checked.bounds.check_tokens(image.num_tokens * len(files))
         shape = (image.channels, image.size, image.size)
-        images.hold(image.pixel_bytes * len(files))
+        if image.most_patches is None:  # else each is held at its own size
+            images.hold(image.pixel_bytes * len(files))
         base, found = self._base(checked, arrival), []
         for _, one in files:
             if one.image is None:
@@ -145,8 +146,8 @@ class EncodePlanner:
                 raise invalid(f"{one.param}: {message}", one.param)
             if time.monotonic() > base["deadline"]:
                 raise deadline_passed()
-            pixels = await pixels_of(one.image, f"{one.param}.image", images, processing)
-            found.append(image_source(pixels, shape, image.num_tokens))
+            read = source_of(one.image, f"{one.param}.image", images, processing, shape, image.num_tokens)
+            found.append(await read)
         requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
         readings = tuple(Reading(owner, one, Encoded((), ())) for owner, one in files)
         return EncodePlan(checked, readings, requests)

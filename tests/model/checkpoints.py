@@ -161,6 +161,10 @@ SIGLIP: dict[str, Any] = dict(
     vision_config=_TOWERS["vision_config"],
     text_config=dict(_TOWERS["text_config"], max_position_embeddings=16, projection_size=48),
 )
+_ANY_SHAPE = {key: value for key, value in SIGLIP["vision_config"].items() if key != "image_size"}
+SIGLIP2: dict[str, Any] = dict(
+    vision_config=dict(_ANY_SHAPE, num_patches=25), text_config=dict(SIGLIP["text_config"], max_position_embeddings=40)
+)
 DINOV2 = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, mlp_ratio=2)
 BART = dict(
     vocab_size=VOCAB,
@@ -383,6 +387,7 @@ HEADS: Rows = {
     "bert-masked": random_model("BertForMaskedLM", BERT),
     "clip": random_model("CLIPModel", CLIP),
     "siglip": random_model("SiglipModel", SIGLIP),
+    "siglip2": random_model("Siglip2Model", SIGLIP2),
     # With experts in every layer, as GGUF has them.
     "qwen2-moe-every": random_model("Qwen2MoeForCausalLM", LLAMA, **EXPERTS, shared_expert_intermediate_size=28),
     "qwen3-moe-every": random_model("Qwen3MoeForCausalLM", LLAMA, **EXPERTS, norm_topk_prob=True),

@@ -21,6 +21,7 @@ from triptych.model.families.wholes import WHOLES
 # Types that occur only inside other files: the sides of T5Gemma, CLIP and SigLIP, towers, MPT's attention.
 INNER = (
     *("t5_gemma_module", "clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model"),
+    *("siglip2_text_model", "siglip2_vision_model"),
     *("pixtral", "idefics3_vision", "smolvlm_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
     *("qwen3_5_vision", "qwen3_5_moe_vision", "gemma4_vision"),
 )

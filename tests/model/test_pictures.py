@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "gemma3": ("gemma3", "Gemma3", {"size": {"height": 56, "width": 56}}, 7, 2),
     "gemma4": ("gemma4", "Gemma4", {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2}, 8, 2),
     "gemma4 default": ("gemma4", "Gemma4", {}, 16, 3),
+    "siglip2": ("siglip2", "Siglip2", {"patch_size": 8, "max_num_patches": 50}, 8, 1),
+    "siglip2 default": ("siglip2", "Siglip2", {}, 16, 1),
     "qwen": ("qwen3_5", "Qwen2VL", {"patch_size": 16}, 16, 2),
     "qwen bounds": (
         "qwen3_vl",
@@ -110,12 +112,16 @@ def processed(kind: str, settings: dict[str, Any], data: bytes, patch: int, merg
         np.testing.assert_array_equal(frames[:, :, 0], frames[:, :, 1])
         return frames[:, :, 0].reshape(len(values), -1), found
     if kind == "Gemma4":
-        return _blocks_of_gemma4(values[0], found["image_position_ids"][0], patch, merge), found
+        return _blocks_by_place(values[0], found["image_position_ids"][0], patch, merge), found
+    if kind == "Siglip2":
+        rows, columns = found["spatial_shapes"][0].tolist()
+        places = np.stack([one.flatten() for one in np.indices((rows, columns))[::-1]], axis=1)
+        return _blocks_by_place(values[0][: rows * columns], places, patch, merge), found
     tiles = values[0] if extra else values
     return np.concatenate([blocks(tile, patch, merge) for tile in tiles]), found
 
 
-def _blocks_of_gemma4(patches: np.ndarray, places: np.ndarray, patch: int, merge: int) -> np.ndarray:
+def _blocks_by_place(patches: np.ndarray, places: np.ndarray, patch: int, merge: int) -> np.ndarray:
     """Return the patches, which have all channels of a pixel together and their columns and rows, in blocks."""
     used = places[:, 0] >= 0
     columns, rows = (places[used].max(axis=0) + 1).tolist()

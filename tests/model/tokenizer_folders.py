@@ -250,6 +250,8 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     ),
     "llama-joined": (_llama, "llama", "LlamaTokenizer", {"add_bos_token": True}),
     "gemma": (_gemma, "gemma", "GemmaTokenizer", {"add_bos_token": True}),
+    # As published: its class is named after the vocabulary's model.
+    "siglip2": (_gemma, "siglip2", "GemmaTokenizer", {"add_bos_token": False, "add_eos_token": True}),
     "gpt2": (_byte_level, "gpt2", "GPT2Tokenizer", {}),
     "opt": (
         _byte_level,

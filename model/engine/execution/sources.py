@@ -41,6 +41,8 @@ def source_input(
     if sources[0].kind is SourceKind.IMAGE:
         assert images is not None
         inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
+        if len({source.shape for source in sources}) > 1:
+            return replace(inputs, pixels=[_pixels([source], device, images)[0] for source in sources])
         return replace(inputs, pixels=features_of(sources, device, images))
     if sources[0].kind is SourceKind.AUDIO:
         inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)

@@ -27,6 +27,7 @@ from tests.conformance.report import Report
 from tests.model.checkpoints import randomise
 from tests.model.picture_models import pixels_for_reference, randomise_buffers
 from tests.model.test_images import file, picture, png_of
+from tests.model.test_joint_space import filled_up
 from tests.model.test_pictures import CASES, blocks, normalised, placeholder, processed
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -110,6 +111,10 @@ def _model(choose: random.Random) -> Any:
         config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=choose.randint(3, 50))
         return transformers.CLIPModel(config)
     text["projection_size"] = vision["hidden_size"]
+    if choose.random() < 0.6:
+        shown = dict(vision, num_patches=choose.randint(1, 6) ** 2)
+        del shown["image_size"]
+        return transformers.Siglip2Model(transformers.Siglip2Config(text_config=text, vision_config=shown))
     return transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision))
 
 
@@ -120,25 +125,30 @@ def _vectors(report: Report, choose: random.Random, case: str) -> None:
     randomise(model, 0.2)
     vision, longest = model.config.vision_config, model.config.text_config.max_position_embeddings
     texts = [(*choose.choices(range(5, 90), k=longest - 2), 3, 3) for _ in range(2)]
-    shape = (3, vision.image_size, vision.image_size)
-    images = torch.randint(256, (2, *shape), dtype=torch.uint8)
+    any_shape = model.config.model_type == "siglip2"
+    shapes = [
+        (3, *(vision.patch_size * choose.randint(1, 4) if any_shape else vision.image_size for _ in range(2)))
+        for _ in range(2)
+    ]
+    images = [torch.randint(256, shape, dtype=torch.uint8) for shape in shapes]
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         processing = with_defaults({}, model.config.model_type)
-        made = read_image_processing(
-            {**processing, "size": vision.image_size, "crop_size": vision.image_size},
-            ImageConfig(vision.image_size, vision.patch_size),
-        )
+        size = vision.patch_size if any_shape else vision.image_size
+        settings = {**processing, "size": size, "crop_size": size}
+        made = read_image_processing(settings, ImageConfig(size, vision.patch_size))
         scale, shift = (torch.tensor(one)[:, None, None] for one in (made.scale, made.shift))
+        scaled = [(one * scale + shift).float() for one in images]
+        shown = filled_up(scaled, vision.patch_size) if any_shape else dict(pixel_values=torch.stack(scaled))
         expected = [
             *model.get_text_features(torch.tensor(texts)).pooler_output,
-            *model.get_image_features((images * scale + shift).float()).pooler_output,
+            *model.get_image_features(**shown).pooler_output,
         ]
-        patches = (vision.image_size // vision.patch_size) ** 2 + (model.config.model_type == "clip")
-        given = [
-            *map(token_source, texts),
-            *(image_source(one.numpy().tobytes(), shape, patches) for one in images),
-        ]
+        given = [*map(token_source, texts)]
+        for one in images:
+            rows, columns = one.shape[1] // vision.patch_size, one.shape[2] // vision.patch_size
+            patches = rows * columns + (model.config.model_type == "clip")
+            given.append(image_source(one.numpy().tobytes(), tuple(one.shape), patches))
         for quantization, least in (("none", 1 - 1e-4), ("int8", 0.97)):
             config = EngineConfig(device="cpu", dtype="float32", quantization=quantization)
             engine = load(ModelSpec("m", str(Path(folder)), config)).encode
