@@ -86,7 +86,7 @@ async def metrics(request: Request) -> Response:
     A request with `Accept: application/openmetrics-text` gets OpenMetrics, where latencies name the trace of a request.
     """
     service = service_of(request)
-    text, content_type = service.metrics.render(service.client, request.headers.get("accept", ""))
+    text, content_type = await service.metrics.scrape(service.client, request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 

@@ -72,6 +72,18 @@ def start(http_options, **options):
 deployment.serve.start = start
 deployment._start_serve(resolve_config({"x": {"path": "/x"}}, {"port": 7}), None)
 print(json.dumps({"starts": ports}))
+
+from pathlib import Path
+from triptych.service.runtimes.ray_serve import session
+
+def fail(**options):
+    raise Exception("The current node timed out during startup.\\nMore of it.")
+
+session.ray = Simple(init=fail)
+try:
+    session._init_ray(Path("/nowhere"))
+except Exception as error:
+    print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 """
 REFUSED: dict[str, tuple[Any, str]] = {
     "unknown": ({"prot": 1}, "key prot is not known; did you mean port?"),
@@ -99,8 +111,13 @@ def built(folder: Path) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-c", BUILD, json.dumps(list(asked.values()))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    printed = [*asked, "a share", "no GPU", "late proxy"]
+    printed = [*asked, "a share", "no GPU", "late proxy", "no Ray"]
     return dict(zip(printed, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def test_ray_that_does_not_start_is_one_line(built: dict[str, dict[str, Any]]) -> None:
+    said = "Ray did not start: The current node timed out during startup."
+    assert built["no Ray"] == {"error": f"EngineDeadError: {said}"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.support import ask, make_app
+from tests.service.support import ask, make_app, run
 from triptych.model.errors import ConfigError
 from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, ready_elsewhere
 from triptych.service.observability.metrics import Metrics
@@ -19,6 +23,7 @@ from triptych.service.settings.service_settings import ServiceSettings
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
+import asyncio
 import sys
 from triptych.model.api.stats import Demand, EngineStats, Health, StepStats
 from triptych.model.api.request import FinishReason, Timings
@@ -58,7 +63,7 @@ class Client:
 metrics.update_engines(Client())
 print("counted", flush=True)
 sys.stdin.readline()
-sys.stdout.write(metrics.render(Client())[0].decode())
+sys.stdout.write(asyncio.run(metrics.scrape(Client()))[0].decode())
 """
 
 
@@ -126,6 +131,25 @@ def test_a_replica_knows_whether_another_one_is_ready(tmp_path: Path, monkeypatc
     ready.process.communicate()
     assert not ready_elsewhere(["gen"])  # the first one lives and is not ready
     busy.shown()
+
+
+def test_a_scrape_does_not_stop_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    go, collector = threading.Event(), app.metrics._collector
+
+    def slow() -> Any:
+        assert go.wait(30), "the event loop waits for the scrape"
+        return collector()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(client.get("/metrics"))
+        await asyncio.sleep(0.1)
+        assert (await client.get("/livez")).status_code == 200
+        go.set()
+        assert "triptych_http_requests_total" in (await asking).text
+
+    monkeypatch.setattr(app.metrics, "_collector", slow)
+    run(app, work)
 
 
 def test_the_folder_of_figures_is_made_or_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

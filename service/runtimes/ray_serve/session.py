@@ -17,6 +17,7 @@ from ray import serve
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.job_config import JobConfig
 
+from triptych.model.errors import EngineDeadError
 from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants
 
 _POLL_SECONDS = 1.0  # between checks of Ray's processes
@@ -34,16 +35,7 @@ def ray_session(folder: Path, signals: MainSignals) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         with signals.blocked():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                job_config=_job_config(),
-                _temp_dir=str(folder),
-                _node_ip_address="127.0.0.1",
-            )
+            _init_ray(folder)
         yield
     finally:
         signals.ignore()
@@ -51,6 +43,24 @@ def ray_session(folder: Path, signals: MainSignals) -> Iterator[None]:
         with redirect_stdout(io.StringIO()):  # Ray kills its controller, and prints that it is dead
             _end_ray()
         _end_remaining_processes(_EXIT_SECONDS)
+
+
+def _init_ray(folder: Path) -> None:
+    """Raises `EngineDeadError` if Ray does not start, as on a machine that is too busy."""
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            job_config=_job_config(),
+            _temp_dir=str(folder),
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # Ray's own timeout has no class of its own
+        said = str(error).strip() or type(error).__name__
+        raise EngineDeadError(f"Ray did not start: {said.splitlines()[0]}") from None
 
 
 class _NoPaths(list[str]):
