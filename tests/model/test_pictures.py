@@ -229,6 +229,23 @@ def test_each_part_of_pictures_has_its_places_in_a_prompt(case: str) -> None:
             image_spans(wrong, 0, found)
 
 
+# What processors with torchvision save too; none of it is about the pixels.
+OF_TORCHVISION = {"device": None, "disable_grouping": None, "return_tensors": None, "data_format": "channels_first"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith("null")])
+def test_settings_that_transformers_saves_are_read_whole(case: str, tmp_path: Path) -> None:
+    model_type, kind, settings, patch, merge = CASES[case]
+    config: Any = SimpleNamespace(model_type=model_type, pictures=SimpleNamespace(patches=PatchConfig(patch, merge)))
+    getattr(transformers, f"{kind}ImageProcessorPil")(**settings).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    own = {"image_processor_type": f"{kind}ImageProcessor", **settings}
+    for name, more in (("", {}), ("Fast", OF_TORCHVISION)):
+        written = {**saved, **more, "image_processor_type": f"{kind}ImageProcessor{name}"}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+        assert read_pictures(tmp_path, config) == (picture_processing(own, model_type, patch, merge, {}, WHERE), [])
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [
