@@ -95,8 +95,8 @@ def drawn_requests(kind: str, chance: random.Random, names: Sequence[str]) -> li
             chance.choice(shown) if isinstance(part, Source) and chance.random() < 0.3 else part
             for part in chance.choice(beginnings)[: chance.choice((1, 2, 4))]
         ]
-        tail = chance.choice((prompt(1, number), prompt(2, number % 3), [chance.choice(texts), shown[0], prompt(1)]))
-        parts += tail if isinstance(tail, list) else [tail]
+        longer = (chance.choice(texts), shown[0], prompt(chance.choice((0, 1))))  # it may end with the picture
+        parts += chance.choice(((prompt(1, number),), (prompt(2, number % 3),), longer))
         ids, images = with_pictures(parts, ROW_ENDS.get(kind))
         params = drawn_params(chance)
         if len(ids) + params.max_tokens > MAX_LEN:
