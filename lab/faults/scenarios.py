@@ -93,6 +93,7 @@ def _hostile(runtime: str) -> list[Scenario]:
 
 
 _BATCH_WAIT_S = 300.0
+_BATCH_S = 120.0  # of load: longer than the kills take
 
 
 def _batch(name: str, process: str, runtime: str, folder: Path, *arguments: str) -> Scenario:
@@ -103,7 +104,7 @@ def _batch(name: str, process: str, runtime: str, folder: Path, *arguments: str)
         )
 
     state = ("--state-dir", str(folder / f"state-{runtime}{len(arguments)}"))
-    stages = ((0.1, LOAD_S),)
+    stages = ((0.1, _BATCH_S),)
     return Scenario(name, inject, runtime, (*state, *arguments), allowed=_FAILURES | _CUTS | _CROWD, stages=stages)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _id = msgspec.json.Decoder(dict[str, Any])
 
 
+class InputLostError(Exception):
+    """The input file of a batch is gone, or is another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class LineError:
     """Why a batch is refused, with the number of the line."""
@@ -42,11 +47,20 @@ class LineError:
 
 
 def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers from 1; a longer line is cut to `most_bytes` + 1."""
-    with path.open("rb") as file:
+    """Yield the lines that are not blank, with their numbers from 1; a longer line is cut to `most_bytes` + 1.
+
+    A mark of the order of bytes before the first is left out. Raises `InputLostError`.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise InputLostError("the input file is not there any more; upload it again") from None
+    with file:
         number = 0
         while line := file.readline(most_bytes + 1):
             number += 1
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.endswith(b"\n") and len(line) > most_bytes:
                 _skip_line(file)
             if not line.isspace():
@@ -61,6 +75,16 @@ def _skip_line(file: Any) -> None:
 def parse(line: bytes) -> Line:
     """Return a line that has been checked."""
     return _line.decode(line)
+
+
+def checked(line: bytes) -> Line:
+    """Return a line that was checked before; raises `InputLostError` if the file, or the limit of a line, changed."""
+    try:
+        return parse(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InputLostError(
+            "the input file, or the limit of a body, has changed since its lines were checked"
+        ) from None
 
 
 class Checker:

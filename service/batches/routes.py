@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from triptych.service.batches.objects import BatchBody, FileForm, batch_object, file_object, page_of
-from triptych.service.batches.state import Batches
+from triptych.service.batches.state import Batches, state_errors
 from triptych.service.batches.store import (
     DAY_SECONDS,
     RETENTION_SECONDS,
@@ -65,16 +65,20 @@ async def create_file(request: Request) -> Response:
     batches.begin_upload()
     path = batches.store.new_upload()
     try:
-        form = await read_form_to(path, request.receive, boundary, asyncio.to_thread)
+        with state_errors():
+            form = await read_form_to(path, request.receive, boundary, asyncio.to_thread)
         fields, seconds = _fields(form)
         owner, name = context_of_request().tenant.id, _file_name(form.file_name)
-        file = await batches.store.run(lambda tables: tables.add_file(path, owner, name, fields.purpose, seconds))
+        file = await batches.run(lambda tables: tables.add_file(path, owner, name, fields.purpose, seconds))
     except NoSpaceError:
         raise too_large(
             "the files and batches of this service have max_state_bytes "
             f"({service_of(request).settings.max_state_bytes}); delete files that are not needed",
             code="no_space",
         ) from None
+    except Exception:
+        await asyncio.to_thread(batches.store.discard, path)
+        raise
     finally:
         batches.end_upload()
         await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -99,9 +103,7 @@ async def list_files(request: Request) -> Response:
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
     purpose, after = query.get("purpose"), query.get("after")
-    found = await batches.store.run(
-        lambda tables: tables.files(owner, purpose, after, limit + 1, ascending=order == "asc")
-    )
+    found = await batches.run(lambda tables: tables.files(owner, purpose, after, limit + 1, ascending=order == "asc"))
     return json_response(page_of([file_object(one) for one in found], limit))
 
 
@@ -133,7 +135,7 @@ async def file_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     """Deletes a file; one that an unfinished batch reads is kept (409)."""
     batches, owner, file_id = _batches(request), context_of_request().tenant.id, request.path_params["file_id"]
-    deleted = await batches.store.run(lambda tables: tables.delete_file(owner, file_id))
+    deleted = await batches.run(lambda tables: tables.delete_file(owner, file_id))
     if deleted is None:
         raise _no_file(file_id)
     if not deleted:
@@ -173,7 +175,7 @@ async def create_batch(request: Request) -> Response:
             raise invalid(f"the file is a {file.purpose}; upload one with the purpose batch", "input_file_id")
         return tables.add_batch(batch, _MAX_ACTIVE)
 
-    if not await batches.store.run(add):
+    if not await batches.run(add):
         raise no_room(f"{_MAX_ACTIVE} batches of this key have not ended", "batches")
     batches.runner.notice()
     return json_response(batch_object(batch))
@@ -191,7 +193,7 @@ async def list_batches(request: Request) -> Response:
     """Lists the batches, the newest first. They are kept for 30 days after their end."""
     batches, owner = _batches(request), context_of_request().tenant.id
     limit, after = _limit(request, 20, 100), request.query_params.get("after")
-    found = await batches.store.run(lambda tables: tables.batches(owner, after, limit + 1))
+    found = await batches.run(lambda tables: tables.batches(owner, after, limit + 1))
     return json_response(page_of([batch_object(one) for one in found], limit))
 
 
@@ -199,7 +201,7 @@ async def list_batches(request: Request) -> Response:
 async def retrieve_batch(request: Request) -> Response:
     """Returns the state of a batch."""
     batches, owner, batch_id = _batches(request), context_of_request().tenant.id, request.path_params["batch_id"]
-    return _answer(batch_id, await batches.store.run(lambda tables: tables.batch(owner, batch_id)))
+    return _answer(batch_id, await batches.run(lambda tables: tables.batch(owner, batch_id)))
 
 
 @routes.post(
@@ -213,7 +215,7 @@ async def retrieve_batch(request: Request) -> Response:
 async def cancel_batch(request: Request) -> Response:
     """Ends a batch soon: finished requests stay in the output files, the others get the error `batch_cancelled`."""
     batches, owner, batch_id = _batches(request), context_of_request().tenant.id, request.path_params["batch_id"]
-    batch = await batches.store.run(lambda tables: tables.cancel(owner, batch_id))
+    batch = await batches.run(lambda tables: tables.cancel(owner, batch_id))
     if batch is not None and batch.status not in ("cancelling", "cancelled"):
         raise conflict(f"the batch is {batch.status}, so it cannot be cancelled", "batch_ended")
     batches.runner.notice()
@@ -238,7 +240,7 @@ def _batches(request: Request) -> Batches:
 async def _file(request: Request) -> StoredFile:
     """Return the file whose id is in the URL; raises a 404."""
     batches, owner, file_id = _batches(request), context_of_request().tenant.id, request.path_params["file_id"]
-    found = await batches.store.run(lambda tables: tables.file(owner, file_id))
+    found = await batches.run(lambda tables: tables.file(owner, file_id))
     if found is None:
         raise _no_file(file_id)
     return found

@@ -13,6 +13,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,10 +24,11 @@ from typing import Protocol
 from starlette.types import ASGIApp
 
 from triptych.service.batches import calls
-from triptych.service.batches.lines import Checker, Line, LineError, parse, read_lines, unrun_line
+from triptych.service.batches.lines import Checker, InputLostError, Line, LineError, checked, read_lines, unrun_line
 from triptych.service.batches.metrics import BatchMetrics
 from triptych.service.batches.objects import ENDPOINTS
 from triptych.service.batches.store import Batch, LeaseLostError, Result, Store, now, sweep
+from triptych.service.batches.turns import Turns
 from triptych.service.core.errors import ApiError, log_unexpected, unauthorized
 from triptych.service.core.threads import Threads
 from triptych.service.http.in_process import post
@@ -37,7 +39,8 @@ POLL_SECONDS = 1.0
 _SWEEP_SECONDS = 3_600.0
 _PAUSE_SECONDS = 5.0  # after a failure of the disk or the database
 _MAX_BATCHES = 32  # that run at a time; further ones wait
-_READ_LINES = 16  # that are read at a time
+_READ_LINES, _READ_BYTES = 16, 1 << 20  # that are read at a time
+_HELD_BYTES = 16 << 20  # of a batch's lines in memory; a single line may be larger
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,8 @@ class Room(Protocol):
     def tenant(self, owner: str) -> Tenant | None:
         """Return the holder of the key that made a batch; None if the key is not valid any more."""
 
-    def slots(self) -> int:
-        """Return how many lines may be sent at a time."""
+    def slots(self, endpoint: str) -> int:
+        """Return how many lines may be sent to a route at a time."""
 
 
 class BatchRunner:
@@ -61,7 +64,7 @@ class BatchRunner:
         self.store = store
         self.room = room
         self.metrics = metrics
-        self.slots = asyncio.Semaphore(1)  # of all batches together, in the order in which they ask
+        self._turns: dict[bool, Turns] = {}  # for audio, and for other lines of all batches together
         self.is_stopping = False
         self.file_thread = Threads(1, "triptych-batches")
         self._limits = limits
@@ -72,13 +75,12 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled."""
-        self.slots = asyncio.Semaphore(self.room.slots())
         try:
             while not self.is_stopping:
                 try:
                     await self._look()
                 except LeaseLostError:
-                    await self._end_tasks()
+                    await self._rest()
                 except (sqlite3.Error, OSError) as error:
                     logger.error("the state of batches cannot be read: %s", error)
                 with suppress(TimeoutError):
@@ -87,6 +89,13 @@ class BatchRunner:
                 self._news.clear()
         finally:
             await self._end_tasks()
+
+    def turns(self, endpoint: str) -> Turns:
+        """Return the places for lines to a route."""
+        is_audio = endpoint in calls.AUDIO_ROUTES
+        if is_audio not in self._turns:
+            self._turns[is_audio] = Turns(self.room.slots(endpoint))
+        return self._turns[is_audio]
 
     def notice(self) -> None:
         """Look at once for what has changed."""
@@ -116,14 +125,17 @@ class BatchRunner:
         if not (active or sweeps or self._tasks):
             return
         if not await self.store.run(lambda tables: tables.take_lease()):
-            await self._end_tasks()
+            await self._rest()
             return
         if sweeps:
             self._swept = time.monotonic()
             gone, known = await self.store.run(lambda tables: tables.expire())
             await self.file_thread.run_in_thread(lambda: sweep(self.store.files, gone, known))
         self.metrics.state(active, await self.store.run(lambda tables: tables.bytes_used))
-        for batch in active:
+        chosen = _in_turns(active)[:_MAX_BATCHES]
+        for batch_id in self._tasks.keys() - {batch.id for batch in chosen}:
+            await self._end_task(batch_id)  # it has ended, or waits for those of others
+        for batch in chosen:
             await self._look_at(batch)
         if not active:
             await self.store.run(lambda tables: tables.drop_lease())
@@ -135,16 +147,19 @@ class BatchRunner:
             await self._end_task(batch.id)
             task = None
         if (task is None or task.done()) and not self.is_stopping:
-            self._tasks = {id: one for id, one in self._tasks.items() if not one.done()}
             if batch.status == "cancelling":
                 self._cancelled.add(batch.id)
-            if len(self._tasks) < _MAX_BATCHES:
-                self._tasks[batch.id] = asyncio.create_task(self._guarded(batch))
+            self._tasks[batch.id] = asyncio.create_task(self._guarded(batch))
 
     async def _end_task(self, batch_id: str) -> None:
         task = self._tasks.pop(batch_id)
         task.cancel()
         await asyncio.wait({task})
+
+    async def _rest(self) -> None:
+        """Leave the batches to another process."""
+        await self._end_tasks()
+        self.metrics.state([], 0)
 
     async def _end_tasks(self) -> None:
         for batch_id in list(self._tasks):
@@ -167,7 +182,18 @@ class BatchRunner:
             self._news.set()
 
     async def _work(self, batch: Batch) -> None:
-        """Bring a batch to its end."""
+        """Bring a batch to its end; without its input file it fails, with the results that it has."""
+        try:
+            await self._advance(batch)
+        except InputLostError as error:
+            lost = LineError("file_missing", str(error))
+
+            def note(one: Batch) -> None:
+                one.errors = [asdict(lost)]
+
+            await self._finish(await self.change(batch, note), "failed")
+
+    async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":
             batch = await self._check(batch)
         if batch.status == "in_progress":
@@ -212,8 +238,8 @@ class BatchRunner:
                 checker.add(number, line)
                 if checker.is_full or stop.is_set():
                     break
-        except FileNotFoundError:
-            return [LineError("file_missing", "the input file is not there any more; upload it again")]
+        except InputLostError as error:
+            return [LineError("file_missing", str(error))]
         return checker.finish()
 
     # The output files
@@ -227,13 +253,16 @@ class BatchRunner:
                 await self.file_thread.run_in_thread(lambda: files.add(some))
                 last = some[-1][0]
             done = await self.store.run(lambda tables: tables.lines_done(batch.id))
-            unrun = 0
-            if status != "completed" and batch.total:
+            unrun = batch.total - len(done)
+            if unrun and status != "failed":
                 unrun = await self.file_thread.run_in_thread(
                     lambda: files.add_unrun(batch, self.lines(batch), done, status)
                 )
             output, errors = await self.file_thread.run_in_thread(files.complete)
             found = await self.store.run(lambda tables: tables.finish(batch.id, status, output, errors, unrun))
+        except Exception:
+            files.discard()
+            raise
         finally:
             files.close()
         self.metrics.ended(found.status)
@@ -251,7 +280,9 @@ class RunningBatch:
         self._batch = batch
         self._pending: list[Result] = []  # with a reply, and not stored yet
         self._writing = asyncio.Lock()
-        self._in_flight = asyncio.Semaphore(runner.room.slots())  # also those that wait to be sent again
+        self._most_lines = runner.room.slots(batch.endpoint)
+        self._held: dict[int, int] = {}  # lines that run or wait to be sent again: the bytes of each
+        self._ended = asyncio.Event()  # one of these
 
     async def send_all(self) -> None:
         """Return when every line has a result. Raises `LeaseLostError`."""
@@ -262,32 +293,44 @@ class RunningBatch:
             async with asyncio.TaskGroup() as group:
                 while some := await runner.file_thread.run_in_thread(lambda: _next(lines, done)):
                     for number, line in some:
-                        await self._in_flight.acquire()
+                        await self._hold(number, len(line))
                         group.create_task(self._run(number, line))
         except* LeaseLostError:
             raise LeaseLostError from None
+        except* InputLostError as lost:
+            raise InputLostError(str(lost.exceptions[0])) from None
+
+    async def _hold(self, number: int, size: int) -> None:
+        """Count a line when there is room for it."""
+        held = self._held
+        while held and (len(held) >= self._most_lines or sum(held.values()) + size > _HELD_BYTES):
+            self._ended.clear()
+            await self._ended.wait()
+        held[number] = size
 
     async def _run(self, number: int, raw: bytes) -> None:
         try:
-            await self._put(await self._result(number, parse(raw)))
+            await self._put(await self._result(number, checked(raw)))
         finally:
-            self._in_flight.release()
+            del self._held[number]
+            self._ended.set()
 
     async def _result(self, number: int, line: Line) -> Result:
         """Send a line until its reply is final."""
         batch, metrics = self._batch, self._runner.metrics
-        try:
-            body, media_type = await asyncio.to_thread(calls.request_of, line)
-        except ApiError as error:
-            return calls.refused(batch.id, number, line.custom_id, error)
-        failures = 0
+        turns, failures = self._runner.turns(batch.endpoint), 0
         while True:
             tenant = self._runner.room.tenant(batch.owner)
             if tenant is None:
                 gone = unauthorized("the API key that made this batch is not valid any more")
                 return calls.refused(batch.id, number, line.custom_id, gone)
-            async with self._runner.slots:
+            async with turns.place(batch.owner):
+                try:
+                    body, media_type = await asyncio.to_thread(calls.request_of, line)
+                except ApiError as error:
+                    return calls.refused(batch.id, number, line.custom_id, error)
                 reply = await post(self._runner.app, line.url, body, tenant, media_type)
+                del body
             if self._runner.is_stopping:  # what a drain has cut off is no result
                 await asyncio.Event().wait()
             broke = calls.broke_engine(reply)
@@ -326,6 +369,7 @@ class OutputFiles:
     """The output and the error file of a batch while they are written."""
 
     def __init__(self, store: Store) -> None:
+        self._store = store
         self._paths = {ok: store.new_upload() for ok in (True, False)}
         self._files = {ok: path.open("xb") for ok, path in self._paths.items()}
 
@@ -340,7 +384,7 @@ class OutputFiles:
         for number, raw in lines:
             if number not in done:
                 message = f"this request was not executed: {why}"
-                custom_id = parse(raw).custom_id
+                custom_id = checked(raw).custom_id
                 line = unrun_line(batch.id, number, custom_id, f"batch_{status}", message)
                 self._files[False].write(line + b"\n")
                 unrun += 1
@@ -354,22 +398,39 @@ class OutputFiles:
         output, errors = (self._paths[ok] if self._files[ok].tell() else None for ok in (True, False))
         return output, errors
 
+    def discard(self) -> None:
+        """Remove the files also where their transaction, which was undone, had named them."""
+        for path in self._paths.values():
+            self._store.discard(path)
+
     def close(self) -> None:
         """Remove what no batch has."""
         for ok, file in self._files.items():
-            file.close()
+            with suppress(OSError):  # of a full disk, for bytes that are not written yet
+                file.close()
             self._paths[ok].unlink(missing_ok=True)
 
 
 def _next(lines: Iterator[tuple[int, bytes]], done: set[int]) -> list[tuple[int, bytes]]:
     """Return a few lines without a result; none at the end of the file."""
-    found = []
+    found, size = [], 0
     for number, line in lines:
         if number not in done:
             found.append((number, line))
-            if len(found) == _READ_LINES:
+            size += len(line)
+            if len(found) == _READ_LINES or size >= _READ_BYTES:
                 break
     return found
+
+
+def _in_turns(active: list[Batch]) -> list[Batch]:
+    """Return batches in the order in which they may run: those to cancel, then one of each owner, then more."""
+    turn: Counter[str] = Counter()
+    places: list[tuple[bool, int, int]] = []
+    for batch in active:
+        turn[batch.owner] += 1
+        places.append((batch.status != "cancelling", turn[batch.owner], len(places)))
+    return [active[place[-1]] for place in sorted(places)]
 
 
 def _finalize(batch: Batch) -> None:

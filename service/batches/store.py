@@ -138,6 +138,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
+def _file_id(upload: Path) -> str:
+    """Return the id of the file that an upload becomes."""
+    return f"file-{upload.stem}"
+
+
 class Store:
     """The files and batches of a folder."""
 
@@ -163,6 +168,11 @@ class Store:
     def new_upload(self) -> Path:
         """Return a path for a file's content, which `add_file` takes."""
         return self.files / f"{new_id('')}.part"
+
+    def discard(self, upload: Path) -> None:
+        """Remove the content of a file that the database does not have: its transaction was undone."""
+        upload.unlink(missing_ok=True)
+        self.path_of(_file_id(upload)).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._database.close()
@@ -198,7 +208,7 @@ class Tables:
 
     def _keep(self, content: Path, owner: str, filename: str, purpose: str, seconds: int) -> StoredFile:
         time_ = now()
-        found = StoredFile(new_id("file-"), owner, content.stat().st_size, time_, time_ + seconds, filename, purpose)
+        found = StoredFile(_file_id(content), owner, content.stat().st_size, time_, time_ + seconds, filename, purpose)
         content.rename(self._files / found.id)
         _sync_folder(self._files)
         self._insert(found)

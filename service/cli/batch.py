@@ -20,6 +20,7 @@ import msgspec
 
 from triptych.model.errors import ConfigError
 from triptych.service.app import Application
+from triptych.service.batches.lines import read_lines
 from triptych.service.batches.objects import ENDPOINTS
 from triptych.service.batches.state import Batches
 from triptych.service.batches.store import DAY_SECONDS, RETENTION_SECONDS, Batch, new_id, now
@@ -31,6 +32,7 @@ _POLL_SECONDS = 0.2
 _LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 _BAR = 30  # characters
 _NO_LIMIT = 1 << 50
+_MAX_FIRST = 1 << 26  # bytes of the first line
 
 
 class _Url(msgspec.Struct):
@@ -64,8 +66,7 @@ def run(file: Path, models: Mapping[str, Mapping[str, Any]], settings: Mapping[s
 
 def _endpoint(file: Path) -> str:
     """Return the route that the first line names. Raises `ConfigError`."""
-    with file.open("rb") as stream:
-        first = next((line for line in iter(lambda: stream.readline(1 << 26), b"") if line.strip()), b"")
+    _, first = next(read_lines(file, _MAX_FIRST), (0, b""))
     try:
         found = msgspec.json.decode(first, type=_Url).url
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -84,7 +85,7 @@ async def _run(app: Application, file: Path, endpoint: str, output: Path) -> Bat
     assert isinstance(batches, Batches)
     digest = await asyncio.to_thread(_digest, file)
     async with app.router.lifespan_context(app):
-        batch_id = await _begun(batches, digest) or await _begin(batches, file, endpoint, digest)
+        batch_id = await _begun(batches, digest, file) or await _begin(batches, file, endpoint, digest)
         progress = _Progress()
         while (batch := await _state(batches, batch_id)).is_active:
             progress.show(batch)
@@ -93,6 +94,8 @@ async def _run(app: Application, file: Path, endpoint: str, output: Path) -> Bat
         for file_id, path in ((batch.output_file_id, output), (batch.error_file_id, _errors_of(output))):
             if file_id is not None:
                 await asyncio.to_thread(shutil.copyfile, batches.store.path_of(file_id), path)
+            elif batch.status != "failed":  # what an earlier run has left is not of this one
+                path.open("wb").close() if path == output else path.unlink(missing_ok=True)
     return batch
 
 
@@ -100,10 +103,15 @@ def _errors_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.errors")
 
 
-async def _begun(batches: Batches, digest: str) -> str | None:
-    """Return the batch of an earlier run of the same file."""
-    found = await batches.store.run(lambda tables: tables.batches("", None, 100))
-    return next((one.id for one in found if one.metadata == {"sha256": digest}), None)
+async def _begun(batches: Batches, digest: str, file: Path) -> str | None:
+    """Return the batch of an earlier run of the same file. Raises `ConfigError` if it was another file."""
+    found = await batches.store.run(lambda tables: tables.batches("", None, 1))
+    if found and found[0].metadata != {"sha256": digest}:
+        raise ConfigError(
+            f"{batches.store.files.parent} has replies to another file, or to {file} before it changed; delete that "
+            "folder, or choose another output"
+        )
+    return found[0].id if found else None
 
 
 async def _begin(batches: Batches, file: Path, endpoint: str, digest: str) -> str:

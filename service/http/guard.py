@@ -89,8 +89,8 @@ class Guard:
         return _FILE_RATE if is_file else math.inf
 
     def counts_body(self, scope: Scope) -> bool:
-        """Return whether a body on this path counts in `BodyRoom`; other paths have limits of their own."""
-        return scope["path"] not in self._body_limits
+        """Return whether a body counts in `BodyRoom`; those of other paths and of batches have limits of their own."""
+        return scope["path"] not in self._body_limits and TENANT not in scope
 
     def body_too_large(self, scope: Scope) -> ApiError:
         """Return the 413 for a body above the limit."""

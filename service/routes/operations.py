@@ -74,6 +74,7 @@ async def info(request: Request) -> Response:
         "resident_bytes": service.client.resident_memory(),
         "confinement": asdict(service.confinement),
         "limits": asdict(service.limits),
+        "max_state_bytes": service.settings.max_state_bytes if service.state_folder is not None else None,
         **huggingface_info(service),
     }
     return json_response(reply)

@@ -236,6 +236,10 @@ class InfoReply(Reply):
         examples=[{"landlock": 7, "seccomp": True}],
     )
     limits: dict[str, float] = Field(description="The limits on one request.", examples=[{"max_n": 8}])
+    max_state_bytes: int | None = Field(
+        description="Maximum bytes of all files and batches; null: without `--state-dir`, there are none.",
+        examples=[10_000_000_000],
+    )
 
     model_id: str = Field(description="For clients of Hugging Face's servers: the first model.", examples=["code"])
     model_sha: str | None = Field(None, description="Not known.", examples=[None])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from triptych.model import names
 from triptych.model.api.engine_config import EngineConfig
@@ -114,7 +115,7 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
     later = replace(service.models, models_dir="", lora_dirs=(), engine=_engine_for_all(own))
     return ServeConfig(
         models=_model_specs(group.models, own),
-        settings=replace(service, models=later),
+        settings=replace(service, models=later, batches_dir=f"group-{quote(name, safe='')}"),
         scaling=_scaling(group.settings),
         name=f"triptych-{name}",
         route=group.settings.get("route", f"/{name}"),

@@ -191,6 +191,7 @@ class ServiceSettings:
     embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
     state_dir: str = ""  # a folder for what survives a restart: usage, files and batches; empty: nothing does
     max_state_bytes: int = 10 * 10**9  # of files and batches
+    batches_dir: str = ""  # below state_dir: a group of models has files and batches of its own
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
     vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
     metrics_port: int = 0  # another port for /metrics, /livez and /readyz, without a key; 0: none

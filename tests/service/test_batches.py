@@ -529,6 +529,10 @@ class TestCommand:
         assert "2/2 lines, 1 failed" in capsys.readouterr().err
         assert not (tmp_path / "out.jsonl.state").exists()
         assert self.run(tmp_path, monkeypatch, [line("a")]) == 0
+        assert not (tmp_path / "out.jsonl.errors").exists()  # that of the first run
+        assert self.run(tmp_path, monkeypatch, [line("b", max_tokens=-1)]) == 1
+        assert (tmp_path / "out.jsonl").read_bytes() == b""
+        assert self.run(tmp_path, monkeypatch, ["\ufeff" + json.dumps(line("a"))]) == 0
 
     def test_bad_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -557,6 +561,8 @@ class TestCommand:
             patch.setattr(batch_command, "_state", stop)
             with pytest.raises(KeyboardInterrupt):
                 self.run(tmp_path, monkeypatch, lines)
+        with pytest.raises(ConfigError, match=r"out\.jsonl\.state has replies to another file"):
+            self.run(tmp_path, monkeypatch, [line("other")])
         assert calls and (tmp_path / "out.jsonl.state").exists()
         assert self.run(tmp_path, monkeypatch, lines) == 0
         output = [json.loads(one) for one in (tmp_path / "out.jsonl").read_text().splitlines()]
