@@ -27,8 +27,10 @@ PROMETHEUS = "triptych-prometheus:test"
 FILE = ROOT / "deploy" / "compose.yaml"
 SAMPLE = CHECKPOINTS / "speech" / "sample.flac"
 UP_SECONDS = 240
-# Empty here: no model comes or goes, and none that is in the image has recurrent layers.
-MAY_BE_EMPTY = {f"{panel} {query}" for panel in ("Models loaded and unloaded", "State slots") for query in "AB"}
+# Empty here: no model comes or goes, none that is in the image has recurrent layers, and there are no names of keys.
+MAY_BE_EMPTY = {f"{panel} {query}" for panel in ("Models loaded and unloaded", "State slots") for query in "AB"} | {
+    f"{panel} by name of key A" for panel in ("Tokens", "Requests", "Engine time")
+}
 
 
 @dataclass

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.docker]
 IMAGE = "triptych:test"
 MOST_BYTES, MOST_BYTES_WITHOUT_RAY = 1_000_000_000, 750_000_000
 LOCKED_DOWN = (
-    *("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
+    *("--read-only", "--tmpfs=/tmp:exec", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
     *("--memory=4g", "--pids-limit=1024"),
 )
 DRAIN_SECONDS = 240  # more than LONG takes where others work
@@ -165,6 +165,13 @@ def test_the_image_uses_its_prebuilt_kernels(service: Container) -> None:
     models = httpx.get(f"{service.url}/info").json()["models"]
     assert {model["attention_backend"] for model in models} == {"native"}
     assert all(model["attention_reason"].startswith(f"prebuilt for {levels[0].name}") for model in models)
+
+
+def test_nothing_but_the_service_listens_beyond_the_container(service: Container) -> None:
+    """In particular not HAProxy's statistics."""
+    sockets = [line.split()[1:4] for line in service.execute("cat", "/proc/net/tcp").stdout.splitlines()[1:]]
+    found = {local for local, _, state in sockets if state == "0A" and not local.startswith("0100007F:")}
+    assert found == {f"00000000:{8000:04X}"}
 
 
 def test_it_cannot_write_its_root_and_becomes_healthy(service: Container) -> None:

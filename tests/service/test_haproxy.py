@@ -468,3 +468,13 @@ def test_ports_of_haproxy_are_outside_the_ephemeral_range(monkeypatch: pytest.Mo
         monkeypatch.setattr(haproxy, "_FIRST_PORT", taken.getsockname()[1])
         monkeypatch.setattr(haproxy, "_first_ephemeral_port", lambda: taken.getsockname()[1] + 1)
         assert haproxy.free_port() not in (0, taken.getsockname()[1])
+
+
+def test_a_folder_that_executes_nothing_is_said(no_ray_settings: pytest.MonkeyPatch) -> None:
+    lines, access = list[str](), os.access
+    no_ray_settings.setattr(haproxy.logger, "warning", lambda text, *values: lines.append(text % values))
+    no_ray_settings.setattr(os, "access", lambda path, mode: Path(path).parent.name != "h" and access(path, mode))
+    with environment.prepared(ServeConfig(SPECS)) as folder:
+        (line,) = lines
+        assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ
+    assert line.startswith(f"files in {folder}/h cannot be executed") and line.endswith("mount /tmp with exec")

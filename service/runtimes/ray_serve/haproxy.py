@@ -5,6 +5,7 @@ Ray Serve starts HAProxy and writes its configuration file, from settings in env
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shlex
@@ -37,6 +38,8 @@ _BEGAN = "x-request-start"  # header: when HAProxy had a request's head, in micr
 _LONGEST_S = 86_400.0  # a longer time in HAProxy is a clock that was set
 _RETRY_ON = "RAY_SERVE_HAPROXY_RETRY_ON"
 _ROUTING = Path(__file__).with_name("routing.lua")
+logger = logging.getLogger(__name__)
+
 _UNREACHABLE_PAGE = "503.http"
 _TOO_SLOW_PAGE = "408.http"
 
@@ -52,6 +55,11 @@ sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
   {routing}"$3" \
   && exec {binary} "$@"
 """
+
+_NOT_EXECUTABLE = (
+    "files in %s cannot be executed: HAProxy's pages of statistics listen on all addresses, the time of requests in it "
+    "is not known, and among several replicas it chooses by the number of requests alone; mount /tmp with exec"
+)
 
 # Lines of each backend of an application with several replicas.
 _BACKEND = "".join(
@@ -226,13 +234,13 @@ def _routing(folder: Path) -> str:
 def _install_script(script: Path, routing: str) -> bool:
     """Make Serve start `_SCRIPT` in place of HAProxy, because Serve has no settings for these corrections.
 
-    If files of the session's folder cannot be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
-    pages (statistics, metrics) stay reachable from the container's network, it routes by the number of requests alone,
-    and the time in it is not known. Returns whether they can be.
+    Returns whether files of the session's folder can be executed, which they cannot in a container whose /tmp is
+    mounted noexec; `_NOT_EXECUTABLE` says what is missing then.
     """
     script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ)), began=_BEGAN, routing=routing))
     script.chmod(0o700)
     if not os.access(script, os.X_OK):
+        logger.warning(_NOT_EXECUTABLE, script.parent)
         return False
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
     return True
