@@ -120,6 +120,9 @@ def read_pictures(path: Path, config: ModelConfig) -> tuple[PictureProcessing | 
     if patches.positions is GridPositions.FIXED and found.size // patches.size != patches.grid:
         side = (patches.grid or 0) * patches.size
         raise ConfigError(f"{where} makes pictures of {found.size} pixels a side, vision_config has {side}")
+    longest = found.most_rows * patches.merge  # patches of a side, of a picture that is one row
+    if patches.positions is GridPositions.SUMMED and patches.grid is not None and longest > patches.grid:
+        raise ConfigError(f"{where} makes pictures of {longest} patches a side, vision_config has {patches.grid}")
     return found, warnings
 
 

@@ -21,6 +21,7 @@ from triptych.model.vision.pictures import PictureProcessing, Way
 
 TIES = "text_config.tie_word_embeddings"
 PIXTRAL = "vision_config.rope_parameters"
+GEMMA4 = "gemma4-dense-pictures"
 QWEN, QWEN2_5, DEEP = "qwen3-5-pictures", "qwen2-5-vl-pictures", "qwen3-vl-pictures"
 
 
@@ -72,7 +73,7 @@ def worst(kind: str, run: Running, model: Any, processing: PictureProcessing) ->
     given = pixels_for_reference(kind, [(one / 255 - 0.5) / 0.25 for one in pixels], processing.patch, processing.merge)
     if kind.startswith(("qwen", "gemma")):
         kinds = torch.tensor([[int(token == config.token_id) for token in whole]], dtype=torch.int32)
-        given["mm_token_type_ids" if kind.startswith("qwen") else "token_type_ids"] = kinds
+        given["token_type_ids" if kind.startswith("gemma3") else "mm_token_type_ids"] = kinds
     with quiet():
         expected = model(input_ids=torch.tensor([whole]), **given).logits[0]
     rows = run.runner.rows["r"]
@@ -106,6 +107,13 @@ def worst(kind: str, run: Running, model: Any, processing: PictureProcessing) ->
         (QWEN2_5, {"vision_config.window_size": 20, "vision_config.fullatt_block_indexes": [2, 1]}, {}),
         (QWEN2_5, {"vision_config.fullatt_block_indexes": []}, {}),
         (QWEN2_5, {TIES: True}, {}),
+        (
+            GEMMA4,
+            {"vision_config.pooling_kernel_size": 3, "vision_config.position_embedding_size": 210},
+            {"pooling_kernel_size": 3},
+        ),
+        (GEMMA4, {"vision_config.standardize": False, "vision_config.num_key_value_heads": 2}, {}),
+        (GEMMA4, {PIXTRAL: {"rope_type": "default", "rope_theta": 33.0}, "tie_word_embeddings": False}, {}),
     ],
 )
 def test_rare_settings_are_computed_as_by_the_library(
@@ -135,6 +143,8 @@ def test_rare_settings_are_computed_as_by_the_library(
         ),
         ("gemma3-pictures", {"mm_tokens_per_image": 9}, "mm_tokens_per_image = 9 divides no square"),
         (DEEP, {"vision_config.deepstack_visual_indexes": [2, 0]}, "must be layers in their order"),
+        (GEMMA4, {"vision_config.position_embedding_size": 139}, "140 patches a side, vision_config has 139"),
+        (GEMMA4, {PIXTRAL: {"rope_type": "linear", "factor": 2.0}}, "rope_type must be 'axial', found 'linear'"),
         (QWEN2_5, {"vision_config.window_size": 7}, "window_size and fullatt_block_indexes must be"),
     ],
 )

@@ -111,7 +111,7 @@ _LARGE |= dict(hidden_size_per_layer_input=0)
 
 def _gemma4(vision: dict[str, Any], **changes: Any) -> Callable[[], Any]:
     """Return a maker of a Gemma 4 like its published sizes, with random numbers in its buffers."""
-    own = dict(num_key_value_heads=1, head_dim=12, patch_size=4, pooling_kernel_size=2, position_embedding_size=20)
+    own = dict(num_key_value_heads=1, head_dim=12, patch_size=4, pooling_kernel_size=2, position_embedding_size=140)
     maker = _whole(
         *("Gemma4ForConditionalGeneration", "gemma4_text", "gemma4_vision"),
         vision=dict(own, **vision),
