@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +16,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.support import check_accounts, hold, make_app, run
+from tests.service.support import App, check_accounts, hold, make_app, run
 from tests.service.test_batches import Json, batch_app, begin, ended, jsonl, line, results, upload
 from tests.service.test_option_table import GROUPS
 from triptych.service.batches import runner as runner_module
+from triptych.service.batches import store
 from triptych.service.batches.calls import AUDIO_ROUTES
 from triptych.service.batches.runner import OutputFiles, RunningBatch, _in_turns
 from triptych.service.batches.store import Batch, Store, Tables
 from triptych.service.batches.turns import Turns
+from triptych.service.core import state_folder
 from triptych.service.settings import sources
 from triptych.service.settings.resolve import resolve_config
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -239,15 +243,14 @@ class TestFailures:
         run(batch_app(tmp_path), work)
 
     def test_output_files_on_a_full_disk_leave_nothing(self, tmp_path: Path) -> None:
-        store = Store(tmp_path, 10**9)
-        files = OutputFiles(store)
+        files = OutputFiles(folder := Store(tmp_path, 10**9))
         with few_bytes(10_000):
             files.add([(1, 1, b"a" * 9_000), (2, 0, b"b" * 100)])
             with pytest.raises(OSError, match="large"):
                 files.add([(3, 1, b"c" * 9_000)])
             files.close()
         assert not list((tmp_path / "files").iterdir())
-        store.close()
+        folder.close()
 
     def test_an_output_whose_transaction_is_undone_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -306,3 +309,102 @@ def few_bytes(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class TestKills:
+    """A copy of the folder at a commit is what a kill at that time leaves."""
+
+    @pytest.mark.parametrize("end", ["completed", "cancelled", "expired"])
+    def test_a_service_goes_on_from_each_commit(
+        self, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = [line(str(at), max_tokens=-1 if at % 3 == 2 else 1 + 7 * bool(at)) for at in range(9)]
+        kept = self.copies(tmp_path, monkeypatch, lines, end)
+        assert len(kept) >= 5
+        monkeypatch.setattr(store, "LEASE_SECONDS", 0.0)
+        for folder in kept:
+            app = batch_app(folder)
+            ends, found = run(app, lambda client, app=app: self.result(client, app))
+            if ends is None:  # the batch was not there yet
+                continue
+            output, errors = found
+            assert ends["status"] in ("completed", end), folder
+            ids = [one["custom_id"] for one in (*output, *errors)]
+            if ends["status"] != "cancelled" or ends["request_counts"]["total"]:  # else cancelled before the check
+                assert sorted(ids) == [str(at) for at in range(9)], folder
+            assert ends["request_counts"]["completed"] == len(output)
+            assert ends["request_counts"]["failed"] == len(errors)
+            tokens = sum(one["response"]["body"]["usage"]["total_tokens"] for one in output)
+            assert ends["usage"]["total_tokens"] == tokens
+            check_accounts(app)
+
+    async def result(self, client: httpx.AsyncClient, app: App) -> tuple[Json | None, Any]:
+        found = (await client.get("/v1/batches")).json()["data"]
+        if not found:
+            return None, None
+        done = await ended(client, found[0])
+        return done, await results(client, done)
+
+    def copies(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Json], end: str) -> list[Path]:
+        """Run a batch, and return copies of its folder before and after each commit that changes it."""
+        folder, kept = tmp_path / "state", []
+        commit, seen = state_folder.Database._commit, ""
+
+        def copied(database: Any, together: Any) -> None:
+            nonlocal seen
+
+            def copy(connection: Any) -> None:
+                nonlocal seen
+                found = [
+                    connection.execute(f"SELECT * FROM {one}").fetchall() for one in ("batches", "results", "files")
+                ]
+                if repr(found) != seen:
+                    seen = repr(found)
+                    kept.append(tmp_path / f"copy{len(kept)}")
+                    shutil.copytree(folder, kept[-1])
+
+            if database._file.name != "batches.sqlite":
+                commit(database, together)
+                return
+            before = seen
+            commit(database, [*together, (copy, Future())])  # before the commit, with the files that it names
+            if seen != before:
+                seen = ""
+                copy(database._connection)
+
+        app = batch_app(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(state_folder.Database, "_commit", copied)
+            if end == "expired":
+                patch.setattr("triptych.service.batches.routes.DAY_SECONDS", 1)
+
+            async def work(client: httpx.AsyncClient) -> None:
+                free = asyncio.Event() if end == "completed" else hold_after(app, 12)
+                batch = await begin(client, lines)
+                async with asyncio.timeout(30):
+                    while (
+                        end == "cancelled"
+                        and not (await client.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"]
+                    ):
+                        await asyncio.sleep(0.01)
+                if end == "cancelled":
+                    await client.post(f"/v1/batches/{batch['id']}/cancel")
+                assert (await ended(client, batch))["status"] == end
+                free.set()
+
+            run(app, work)
+        return kept
+
+
+def hold_after(app: App, outputs: int) -> asyncio.Event:
+    """Make the engine give no output after some requests until the event is set."""
+    free, work, begun = asyncio.Event(), app.client._work, [0]
+
+    async def held(*arguments: Any) -> None:
+        begun[0] += 1
+        if begun[0] > outputs:
+            await free.wait()
+        await work(*arguments)
+
+    app.client._work = held  # type: ignore[method-assign]
+    return free
