@@ -6,6 +6,7 @@ CPUs have other speeds: measure on the kind of machine that will serve.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from triptych.model.api.engine_config import EngineConfig
@@ -206,32 +207,49 @@ def _measure(llm: object, load: Load) -> Costs:
     if not load.output:
         return Costs(_median(lambda: llm.encode(prompts(4, load.prompt))) / 4, 0.0, 0.0)
 
-    def generated(number: int, length: int, tokens: int) -> float:
+    def generated(given: list[list[int]], tokens: int) -> float:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-        given = prompts(number, length)
-        return _median(lambda: llm.generate(given, params))
+        return _seconds(lambda: llm.generate(given, params))
 
-    prompt = generated(1, load.prompt, 1)
+    one = prompts(1, load.prompt)
+    prompt = _median(lambda: llm.generate(one, SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)))
     steps = {}
     for batch in (one for one in _BATCHES if one <= llm.info.max_num_seqs):
-        length = min(load.prompt + load.output // 2, llm.info.max_model_len - _STEPS - 1)
-        begun, whole = generated(batch, length, 1), generated(batch, length, 1 + _STEPS)
-        steps[batch] = max(whole - begun, 1e-6) / _STEPS
-    if len(steps) == 1:
-        return Costs(prompt, steps[1], 0.0)
-    slope, base = statistics.linear_regression(list(steps), list(steps.values()))
-    return Costs(prompt, max(base, 0.0), max(slope, 0.0))
+        given = prompts(batch, min(load.prompt + load.output // 2, llm.info.max_model_len - _STEPS - 1))
+        generated(given, 1 + _STEPS)
+        # In turns, so that other work on the machine falls on both.
+        steps[batch] = (
+            statistics.median(generated(given, 1 + _STEPS) - generated(given, 1) for _ in range(_RUNS)) / _STEPS
+        )
+    return fitted(prompt, steps)
+
+
+def fitted(prompt: float, steps: Mapping[int, float]) -> Costs:
+    """Return the line through the seconds of decode steps, by their number of sequences. Raises `ConfigError`.
+
+    A step of more sequences is no quicker; where it was measured so, the machine did something else.
+    """
+    if min(prompt, *steps.values()) <= 0:
+        raise ConfigError("--pod: steps could not be measured, as this machine does other work; try again")
+    seconds = list(itertools.accumulate(steps.values(), max))
+    if len(seconds) == 1:
+        return Costs(prompt, seconds[0], 0.0)
+    slope, base = statistics.linear_regression(list(steps), seconds)
+    if base < 0:
+        slope, base = statistics.mean(each / number for number, each in zip(steps, seconds, strict=True)), 0.0
+    return Costs(prompt, base, slope)
 
 
 def _median(work: Callable[[], object]) -> float:
     """Return the median of the seconds that `work` takes, after one run that does not count."""
     work()
-    seconds = []
-    for _ in range(_RUNS):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return statistics.median(_seconds(work) for _ in range(_RUNS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _resident() -> int:

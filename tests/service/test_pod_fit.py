@@ -12,7 +12,7 @@ from tests import checkpoints
 from triptych.model.errors import ConfigError
 from triptych.service.cli import pod_fit
 from triptych.service.cli.main import main
-from triptych.service.cli.pod_fit import Costs, Load, Pod, forecast
+from triptych.service.cli.pod_fit import Costs, Load, Pod, fitted, forecast
 
 
 def simulated(costs: Costs, load: Load, most: int) -> tuple[float, float, float]:
@@ -88,7 +88,7 @@ def test_kubernetes_and_our_units_are_read() -> None:
 
 
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pod_fit, "_RUNS", 1)
+    monkeypatch.setattr(pod_fit, "_RUNS", 5)
     for path, output in ((checkpoints.llama(tmp_path / "llama"), 4), (checkpoints.bert(tmp_path / "bert"), 0)):
         assert pod_fit.report("m", str(path), Pod(8 << 30, 1), Load(0.1, 8, 4), as_json=True) == 0
         found = json.loads(capsys.readouterr().out)
@@ -115,6 +115,26 @@ def test_an_option_that_would_not_be_read_is_refused(
     with pytest.raises(SystemExit) as ended:
         main(["inspect", "code", *arguments])
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "sequence"),
+    [
+        ({1: 5.0, 4: 8.0, 16: 20.0}, 4.0, 1.0),
+        ({1: 5.0}, 5.0, 0.0),
+        ({1: 5.0, 4: 1.0, 16: 3.0}, 5.0, 0.0),  # a busy machine: more sequences are not quicker
+        ({1: 1.0, 4: 4.0, 16: 64.0}, 0.0, 2.0),
+    ],
+)
+def test_steps_have_a_cost_whatever_was_measured(steps: dict[int, float], step: float, sequence: float) -> None:
+    found = fitted(0.1, steps)
+    assert (found.step, found.sequence) == pytest.approx((step, sequence))
+
+
+@pytest.mark.parametrize("steps", [{1: 0.0}, {1: -1e-3, 4: 1e-3}, {1: 1e-3, 4: -1e-6}])
+def test_a_step_that_took_no_time_was_not_measured(steps: dict[int, float]) -> None:
+    with pytest.raises(ConfigError, match="steps could not be measured"):
+        fitted(0.1, steps)
 
 
 def test_numbers_have_no_exponent() -> None:
