@@ -331,6 +331,18 @@ def test_without_both_ways_logits_differ(kind: str) -> None:
     assert worst(run.run(), squares(kind)[:1]) > 1e-2
 
 
+def test_layers_without_a_window_see_no_later_tokens_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that Gemma 4's logits differ where all layers see pictures both ways, as Gemma 3's do."""
+    kind = "gemma4-dense-pictures"
+    run = running(kind)
+    config = run.runner.model.config
+    assert config.pictures is not None
+    everywhere = replace(config, pictures=replace(config.pictures, in_windows=False))
+    monkeypatch.setattr(run.runner.model, "config", everywhere)
+    run.engine.add(squares(kind)[0])
+    assert worst(run.run(), squares(kind)[:1]) > 1e-3
+
+
 @SEEING_THEMSELVES
 def test_pictures_that_see_themselves_are_preempted(kind: str) -> None:
     run = running(kind, num_blocks=26, max_num_seqs=4, budget=24)
