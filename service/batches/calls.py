@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from triptych.service.batches.lines import Line, reply_line
-from triptych.service.batches.store import Result, Usage
+from triptych.service.batches.records import Result, Usage
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.http.bodies import JSON
 from triptych.service.http.in_process import InnerReply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Gauge
 
-from triptych.service.batches.store import Batch
+from triptych.service.batches.records import Batch
 from triptych.service.observability.metrics import Metrics
 
 

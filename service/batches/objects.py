@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from triptych.service.batches.store import RETENTION_SECONDS, TIMES, Batch, Json, StoredFile
+from triptych.service.batches.records import RETENTION_SECONDS, TIMES, Batch, Json, StoredFile
 from triptych.service.schemas.types import Body
 
 LEAST_SECONDS = 3_600  # of a file

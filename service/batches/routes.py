@@ -13,17 +13,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from triptych.service.batches.objects import BatchBody, FileForm, batch_object, file_object, page_of
+from triptych.service.batches.records import DAY_SECONDS, RETENTION_SECONDS, Batch, StoredFile, now
 from triptych.service.batches.state import Batches, state_errors
-from triptych.service.batches.store import (
-    DAY_SECONDS,
-    RETENTION_SECONDS,
-    Batch,
-    NoSpaceError,
-    StoredFile,
-    Tables,
-    new_id,
-    now,
-)
+from triptych.service.batches.store import NoSpaceError, Tables, new_id
 from triptych.service.core.errors import (
     ApiError,
     conflict,

@@ -10,30 +10,35 @@ its work checks it, so a process that was stopped for long and goes on changes n
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from triptych.service.batches.records import (
+    ACTIVE,
+    RETENTION_SECONDS,
+    Batch,
+    Result,
+    StoredFile,
+    Usage,
+    dumped,
+    loaded,
+    now,
+)
 from triptych.service.core.state_folder import Database
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
-DAY_SECONDS = 86_400
-RETENTION_SECONDS = 30 * DAY_SECONDS  # of files, unless they say less, and of batches after their end
 LEAST_BYTES = 4_096  # that any file counts for: the smallest unit of most disks
 LEASE_SECONDS = 5.0  # without a sign of its holder, after which another process takes the lease
 _SOME_RESULTS = 64
 _ORPHAN_SECONDS = 3_600  # age of a file without a row that is removed: younger ones may be uploads
 
-ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
-TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 _SCHEMA = (
     """
@@ -60,78 +65,6 @@ class LeaseLostError(Exception):
 
 class NoSpaceError(Exception):
     """The state would exceed its limit of bytes."""
-
-
-@dataclass(slots=True)
-class StoredFile:
-    """A file of one owner."""
-
-    id: str
-    owner: str
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: str
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens of the replies of a batch."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch of one owner."""
-
-    id: str
-    owner: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    status: str = "validating"
-    metadata: dict[str, str] | None = None
-    output_seconds: int = RETENTION_SECONDS  # from the making of an output file until it expires
-    model: str | None = None  # that all lines name
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    usage: Usage = field(default_factory=Usage)
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    errors: list[Json] = field(default_factory=list)
-    times: dict[str, int] = field(default_factory=dict)
-
-    def enter(self, status: str) -> None:
-        """Change the status, and note the time."""
-        self.status = status
-        self.times.setdefault(f"{status}_at", now())
-
-    @property
-    def is_active(self) -> bool:
-        return self.status in ACTIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The reply to one line, as a line of an output file without its end."""
-
-    line: int
-    ok: bool
-    data: bytes
-    usage: Usage = field(default_factory=Usage)
-
-
-def now() -> int:
-    """Return the seconds since 1970: the dates of files and batches must outlive this process."""
-    return int(time.time())
 
 
 def new_id(prefix: str) -> str:
@@ -283,23 +216,23 @@ class Tables:
             return False
         self._database.execute(
             "INSERT INTO batches (id, owner, status, input_file_id, value) VALUES (?, ?, ?, ?, ?)",
-            (batch.id, batch.owner, batch.status, batch.input_file_id, _dumped(batch)),
+            (batch.id, batch.owner, batch.status, batch.input_file_id, dumped(batch)),
         )
         return True
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         found = self._rows("SELECT value FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
-        return _loaded(found[0][0]) if found else None
+        return loaded(found[0][0]) if found else None
 
     def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
         """Return a page of an owner's batches, the newest first."""
         rows = self._page("batches", "value", ["owner = ?"], [owner], after, limit, False)
-        return [_loaded(row[0]) for row in rows]
+        return [loaded(row[0]) for row in rows]
 
     def active(self) -> list[Batch]:
         """Return the unfinished batches of all owners, the oldest first."""
         rows = self._rows(f"SELECT value FROM batches WHERE status IN ({_marks(ACTIVE)}) ORDER BY number", *ACTIVE)
-        return [_loaded(row[0]) for row in rows]
+        return [loaded(row[0]) for row in rows]
 
     def cancel(self, owner: str, batch_id: str) -> Batch | None:
         """Have an unfinished batch cancelled; returns it as it is then."""
@@ -312,7 +245,7 @@ class Tables:
     def change(self, batch_id: str, act: Callable[[Batch], None]) -> Batch:
         """Change a batch as the holder of the lease. Raises `LeaseLostError`."""
         self._check_lease()
-        batch = _loaded(self._rows("SELECT value FROM batches WHERE id = ?", batch_id)[0][0])
+        batch = loaded(self._rows("SELECT value FROM batches WHERE id = ?", batch_id)[0][0])
         act(batch)
         self._save(batch)
         return batch
@@ -321,7 +254,7 @@ class Tables:
         ended = None if batch.is_active else now()
         self._database.execute(
             "UPDATE batches SET status = ?, value = ?, ended_at = ? WHERE id = ?",
-            (batch.status, _dumped(batch), ended, batch.id),
+            (batch.status, dumped(batch), ended, batch.id),
         )
 
     # Results
@@ -442,15 +375,6 @@ _FILE = ", ".join(item.name for item in fields(StoredFile))
 
 def _marks(values: Iterable[object]) -> str:
     return ", ".join("?" for _ in values)
-
-
-def _dumped(batch: Batch) -> str:
-    return json.dumps(asdict(batch))
-
-
-def _loaded(text: str) -> Batch:
-    values = json.loads(text)
-    return Batch(**{**values, "usage": Usage(**values["usage"])})
 
 
 def sweep(files: Path, gone: set[str], known: set[str]) -> None:

@@ -22,8 +22,9 @@ from triptych.model.errors import ConfigError
 from triptych.service.app import Application
 from triptych.service.batches.lines import read_lines
 from triptych.service.batches.objects import ENDPOINTS
+from triptych.service.batches.records import DAY_SECONDS, RETENTION_SECONDS, Batch, now
 from triptych.service.batches.state import Batches
-from triptych.service.batches.store import DAY_SECONDS, RETENTION_SECONDS, Batch, new_id, now
+from triptych.service.batches.store import new_id
 from triptych.service.observability import logs
 from triptych.service.runtimes.assembly import build_app
 from triptych.service.settings.resolve import resolve_config
@@ -45,6 +46,8 @@ def run(file: Path, models: Mapping[str, Mapping[str, Any]], settings: Mapping[s
     Raises `ConfigError`, `EngineDeadError`.
     """
     endpoint = _endpoint(file)
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {output} does not exist")
     state = output.with_name(f"{output.name}.state")
     config = resolve_config(
         models, {**settings, "runtime": "local", "state_dir": str(state.absolute()), "max_state_bytes": _NO_LIMIT}

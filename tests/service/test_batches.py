@@ -19,7 +19,7 @@ import pytest
 from tests.service.support import App, check_accounts, hold, live, make_app, run
 from triptych.model.errors import ConfigError
 from triptych.service.app import Application
-from triptych.service.batches import calls, store
+from triptych.service.batches import calls, records, store
 from triptych.service.batches.calls import request_of
 from triptych.service.batches.lines import parse
 from triptych.service.cli import batch as batch_command
@@ -294,16 +294,16 @@ class TestEnds:
     def test_a_process_that_lost_the_lease_changes_nothing(self, tmp_path: Path) -> None:
         async def work() -> None:
             first, second = store.Store(tmp_path, 10**9), store.Store(tmp_path, 10**9)
-            batch = store.Batch("batch_1", "", "/generate", "file-1", "24h", store.now(), store.now() + 60)
+            batch = records.Batch("batch_1", "", "/generate", "file-1", "24h", records.now(), records.now() + 60)
             await first.run(lambda tables: tables.add_batch(batch, 1))
             assert await first.run(lambda tables: tables.take_lease())
             assert not await second.run(lambda tables: tables.take_lease())
-            result = store.Result(1, True, b"{}")
+            result = records.Result(1, True, b"{}")
             await first.run(lambda tables: tables.add_results("batch_1", [result, result]))
             second._lease.since -= 60
             assert await second.run(lambda tables: tables.take_lease())
             with pytest.raises(store.LeaseLostError):
-                await first.run(lambda tables: tables.add_results("batch_1", [store.Result(2, True, b"{}")]))
+                await first.run(lambda tables: tables.add_results("batch_1", [records.Result(2, True, b"{}")]))
             await second.run(lambda tables: tables.add_results("batch_1", [result]))
             assert await second.run(lambda tables: tables.lines_done("batch_1")) == {1}
             assert (await second.run(lambda tables: tables.batch("", "batch_1"))).completed == 1  # type: ignore[union-attr]
@@ -539,6 +539,8 @@ class TestCommand:
     ) -> None:
         assert self.run(tmp_path, monkeypatch, [line("a"), "{"]) == 1
         assert "in.jsonl: line 2: the line is no JSON object" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="does not exist"):
+            batch_command.run(tmp_path / "in.jsonl", {}, {}, tmp_path / "no" / "out")
         for first in ("", "x", json.dumps(line("a", "/nope"))):
             with pytest.raises(ConfigError, match="first line"):
                 self.run(tmp_path, monkeypatch, [first])

@@ -22,8 +22,10 @@ from tests.service.test_option_table import GROUPS
 from triptych.service.batches import runner as runner_module
 from triptych.service.batches import store
 from triptych.service.batches.calls import AUDIO_ROUTES
-from triptych.service.batches.runner import OutputFiles, RunningBatch, _in_turns
-from triptych.service.batches.store import Batch, Store, Tables
+from triptych.service.batches.output_files import OutputFiles
+from triptych.service.batches.records import Batch
+from triptych.service.batches.runner import RunningBatch, _in_turns
+from triptych.service.batches.store import Store, Tables
 from triptych.service.batches.turns import Turns
 from triptych.service.core import state_folder
 from triptych.service.settings import sources
