@@ -441,12 +441,14 @@ def test_until_an_application_runs_haproxy_sends_the_services_503(
         written = tmp_path / "haproxy.cfg"
         page = f"    errorfile 503 {folder}/h/503.http\n    mode http\n"
         times = "".join(f"    timeout {what} 1s\n" for what in ("connect", "client", "server"))
-        written.write_text(f"defaults\n{page}{times}frontend f\n    bind *:20000\n{refusal}\n".replace("\\'", "'"))
+        own, clients = "frontend f\n    bind *:20000\n", "frontend http_frontend\n    bind *:20001\n"
+        config = f"defaults\n{page}{times}{own}{refusal}\n{clients}frontend g\n    bind :20002\n"
+        written.write_text(config.replace("\\'", "'"))
         script = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
         ran = subprocess.run([script, "-c", "-f", str(written)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "    http-request return status 503 default-errorfiles\n" in written.read_text()
-    assert "bind 127.0.0.1:20000" in written.read_text()
+    assert re.findall(r"bind (\S+)", written.read_text()) == ["127.0.0.1:20000", "*:20001", "127.0.0.1:20002"]
 
 
 def test_a_socket_with_too_long_a_path_is_an_error_before_haproxy_starts(no_ray_settings: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,12 @@ _UNREACHABLE_PAGE = "503.http"
 _TOO_SLOW_PAGE = "408.http"
 
 # Serve starts this script in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It first corrects the
-# configuration: HAProxy's own pages listen on 127.0.0.1 only. Until an application runs, HAProxy sends the error page
-# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text. HAProxy says when it had
-# the head of a request: `tcp-request content` comes before it waits for the body. `routing` is more for sed.
+# configuration: HAProxy's own pages listen on 127.0.0.1 only, the clients' frontend where it was told to. Until an
+# application runs, HAProxy sends the error page of an absent replica; Serve would answer all paths, even /readyz, with
+# a 404 in plain text. HAProxy says when it had the head of a request: `tcp-request content` comes before it waits for
+# the body. `routing` is more for sed.
 _SCRIPT = r"""#!/bin/sh
-sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
+sed -i -e '/^frontend http_frontend$/,/^ *bind /!s/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
   -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' \
   -e '/^frontend http_frontend$/a\    tcp-request content set-var(txn.began) date(0,us)' \
   -e '/^frontend http_frontend$/a\    http-request set-header {began} t=%[var(txn.began)]' \
