@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,13 +64,13 @@ else:
 
 def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
-        _remember_lookups(sys.modules["triton.runtime.interpreter"])
+        _adapt(sys.modules["triton.runtime.interpreter"])
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)  # for objects that tests make: Python's 700 costs a twelfth of their time
     gc.enable()
 
 
-def _remember_lookups(interpreter: Any) -> None:
+def _adapt(interpreter: Any) -> None:
     """Let Triton's interpreter look up functions of its language and types of numpy once, not in each call.
 
     That took half of the time of the kernels' tests.
@@ -93,6 +94,16 @@ def _remember_lookups(interpreter: Any) -> None:
         one = of.scalar
         return of_scalar(one) if type(one) is interpreter.tl.dtype else of_any(of)
 
+    def dot(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        """Add in float64: in float32 the number of rows may change the bits of each row."""
+        if d.data.dtype != np.float32:
+            return original(builder, a, b, d, *rest)
+        wide = interpreter.TensorHandle(d.data.astype(np.float64), interpreter.tl.float64)
+        found = original(builder, a, b, wide, *rest)
+        return interpreter.TensorHandle(found.data.astype(np.float32), d.dtype.scalar)
+
+    original = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = dot
     interpreter._patch_builtin = patch
     interpreter._get_np_dtype = numpy_type
 

@@ -128,6 +128,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
     # the hour of usage; since when HAProxy has had a request
     shown = {
         "model/checkpoint/content.py",
+        "service/batches/records.py",
         "service/batches/store.py",
         "service/lifecycle/jobs.py",
         "service/lifecycle/state.py",

@@ -103,7 +103,7 @@ def test_numbers_are_those_that_ggml_computes_bit_for_bit(name: str) -> None:
 def plain(config: ModelConfig, kind: str) -> ModelConfig:
     """Return the configuration without what GGUF cannot store: training heads, and one constant of Gemma and T5."""
     changes: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
-    changes |= {"masked_head": None, "pooler": False, "in_order": frozenset(), "text_type": None}
+    changes |= {"masked_head": None, "pooler": False, "in_order": frozenset(), "text_type": None, "unread_pictures": ""}
     if kind in _READ_AS:
         changes["model_type"] = _READ_AS[kind]
     if kind in ("nomic-bert", "hunyuan"):  # the conversion uses another length

@@ -232,7 +232,7 @@ def test_a_download_writes_lines_with_rate_and_remaining_time_where_there_is_no_
     code = (
         "import sys, logging; from triptych.model.checkpoint import hub, progress\n"
         "logging.basicConfig(format='%(message)s', level=logging.INFO, stream=sys.stdout)\n"
-        "progress.LINE_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
+        "progress.LINE_SECONDS = progress._BAR_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
     )
     lines = [line for line in client.run("-c", code).splitlines() if "MB downloaded" in line]
     assert len({line.split()[1] for line in lines}) >= 2, lines
