@@ -8,8 +8,9 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from triptych.model.errors import ConfigError
 from triptych.service.settings.key_lines import Hashed, KeyLine, digest, plain_line, public_id, read_lines
@@ -19,7 +20,7 @@ from triptych.service.settings.tenant import Tenant
 _CHECK_SECONDS = 1.0  # minimum time between two checks of the file
 _MAX_BYTES = 1 << 20
 _MOST_PROVED = 4_096  # keys whose hashes were computed and are remembered, right and wrong ones
-_MOST_PROVING = 8  # keys whose hashes are computed or wait for that; others are refused meanwhile
+_MOST_PROVING = 64  # lines with a key whose hash is computed or waits for that; others are refused meanwhile
 _WRONG_SECONDS = 1.0  # after a wrong key for a line, until another key is compared with its hash
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 
 class TooManyWrongKeys(Exception):
     """Wrong keys come so fast that this one is not compared with a hash now."""
+
+
+class _Proof(NamedTuple):
+    """The comparison of a key with the hash of a line, in a thread."""
+
+    key: bytes  # its digest
+    hash: bytes
+    is_right: Future[bool]
 
 
 class KeyRing:
@@ -55,7 +64,7 @@ class KeyRing:
         self._plain: dict[bytes, KeyLine] = {}
         self._hashed: dict[str, KeyLine] = {}
         self._proved: OrderedDict[tuple[bytes, bytes], bool] = OrderedDict()  # by key digest and hash
-        self._proving = 0
+        self._proving: dict[str, _Proof] = {}  # by the id of the line: one key at a time
         self._wrong: dict[str, float] = {}  # when a key was last found to be wrong, by the id of its line
         self._checked = time.monotonic()
         self._stamp: tuple[int, ...] = ()
@@ -107,20 +116,31 @@ class KeyRing:
 
     async def prove(self, key: bytes) -> None:
         """Compare a key with the hash of its line; raises `TooManyWrongKeys` if wrong ones come too fast."""
-        line = self._hashed.get(public_id(key))
+        line, presented = self._hashed.get(public_id(key)), digest(key)
         if line is None or not isinstance(line.key, Hashed):
             return
-        since = time.monotonic() - self._wrong.get(line.key.id, -_WRONG_SECONDS)
-        if self._proving >= _MOST_PROVING or since < _WRONG_SECONDS:
+        while (presented, line.digest) not in self._proved:
+            proof = self._proving.get(line.key.id) or self._begin(line.key, key)
+            # Another request with this line's key may wait for the same proof, so a client who leaves does not end it.
+            await asyncio.wait([asyncio.wrap_future(proof.is_right)])
+            if self._proving.get(line.key.id) is proof:
+                del self._proving[line.key.id]
+                self._remember(line.key.id, proof)
+
+    def _begin(self, hashed: Hashed, key: bytes) -> _Proof:
+        """Begin to compare a key with a hash; raises `TooManyWrongKeys`."""
+        since = time.monotonic() - self._wrong.get(hashed.id, -_WRONG_SECONDS)
+        if len(self._proving) >= _MOST_PROVING or since < _WRONG_SECONDS:
             raise TooManyWrongKeys
-        self._proving += 1
-        try:
-            right = await asyncio.get_running_loop().run_in_executor(self._thread, line.key.matches, key)
-        finally:
-            self._proving -= 1
+        proof = _Proof(digest(key), hashed.hash, self._thread.submit(hashed.matches, key))
+        self._proving[hashed.id] = proof
+        return proof
+
+    def _remember(self, line_id: str, proof: _Proof) -> None:
+        right = proof.is_right.result()
         if not right:
-            self._wrong[line.key.id] = time.monotonic()
-        self._proved[digest(key), line.digest] = right
+            self._wrong[line_id] = time.monotonic()
+        self._proved[proof.key, proof.hash] = right
         if len(self._proved) > _MOST_PROVED:
             self._drop_one()
 
@@ -139,7 +159,7 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            lines = _read(self._file, self._setting, for_admins=self._for_admins)
+            lines = _read(self._file, self._setting, for_admins=self._for_admins, again=True)
         except ConfigError as error:
             self._failed(self._setting)
             logger.error("the keys are unchanged: %s", error)
@@ -153,16 +173,18 @@ class KeyRing:
         self._wrong.clear()
 
 
-def _read(file: Path, setting: str, *, for_admins: bool) -> list[KeyLine]:
+def _read(file: Path, setting: str, *, for_admins: bool, again: bool = False) -> list[KeyLine]:
     """Return the lines of a key file; raises `ConfigError`."""
     try:
+        if again and file.is_fifo():  # to open one waits for a writer
+            raise ConfigError(f"{setting} {file} is a pipe, which is read at the start alone")
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
-        text = content.decode("ascii")
+        text = content.decode("utf-8-sig")  # comments may have any letters, keys are checked later
     except OSError as error:
         raise ConfigError(f"{setting} {file}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{setting} {file} is not ASCII text") from None
+        raise ConfigError(f"{setting} {file} is not UTF-8 text") from None
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{setting} {file} has more than {_MAX_BYTES} bytes")
     lines = read_lines(text, f"{setting} {file}", for_admins=for_admins)

@@ -27,6 +27,7 @@ from triptych.service.settings.tenant import UNNAMED, Tenant
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"scrypt\$(\d{1,2})\$([a-z2-7]{12})\$([A-Za-z0-9_-]{22})\$([A-Za-z0-9_-]{43})")
 _KEY = re.compile(rb"tk-([a-z2-7]{12})-[A-Za-z0-9_-]{43}")
+_LINE_END = re.compile(r"\r\n|[\r\n]")  # not the other ends of lines of Unicode, which a comment may have
 _LN = 14  # 2^14 blocks of 1 KiB: 16 MiB and about 40 ms
 _MOST_LN = 17
 _MOST = 10**12
@@ -96,7 +97,7 @@ def read_lines(text: str, where: str, *, for_admins: bool = False) -> list[KeyLi
 
     Admin keys have no other option than `expires`. Raises `ConfigError` that names `where` and the line, and no key.
     """
-    lines = [(f"line {number} of {where}", line.split()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(f"line {number} of {where}", line.split()) for number, line in enumerate(_LINE_END.split(text), 1)]
     found = [(place, read_line(words, place, for_admins)) for place, words in lines if words and words[0][0] != "#"]
     _check_alike(found)
     return [line for _, line in found]

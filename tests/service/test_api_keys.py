@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.service.support import ask, make_app
+from tests.service.support import ask, make_app, run, until
 from triptych.model.errors import ConfigError
 from triptych.service.core.request_context import RequestContext, set_current
 from triptych.service.planning.requests import priority_of
@@ -73,6 +78,30 @@ def test_a_broken_file_opens_nothing_and_locks_nobody_out(
     file.write_text("zeta\n")
     assert good(ring, "alpha", "zeta") == [False, True]
     assert "zeta" not in caplog.text and "schl" not in caplog.text and "here" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["\ufeffalpha\r\nbeta", "# der Schlüssel von Jürgen\u2028beta2\nalpha\nbeta\n"],
+    ids=["windows", "comment"],
+)
+def test_a_file_of_any_editor_is_read(file: Path, content: str) -> None:
+    file.write_text(content, "utf-8", newline="")
+    assert good(KeyRing((), str(file)), "alpha", "beta", "beta2") == [True, True, False]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_any_more_does_not_stop_the_service(
+    file: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = KeyRing((), str(file))
+    file.unlink()
+    make(file)
+    thread = Thread(target=ring.find, args=(b"alpha",), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and good(ring, "alpha") == [True]
+    assert "the keys are unchanged" in caplog.text
 
 
 def test_at_the_start_a_broken_file_is_an_error_that_names_the_line(file: Path, tmp_path: Path) -> None:
@@ -189,6 +218,35 @@ def test_a_key_that_is_a_hash_is_computed_once(file: Path, monkeypatch: pytest.M
     assert [one.status_code for one in answers] == [401, 401, 401, 401, 200] and len(computed) == 2
     other = ask(app, "GET", "/info", headers=bearer(wrong[:-2] + "CC"))  # a second wrong one within a second
     assert (other.status_code, other.json()["error"]["code"], len(computed)) == (429, "too_many_wrong_keys", 2)
+
+
+def test_requests_with_one_new_key_wait_for_its_hash_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, hashed = new_key()
+    file.write_text(f"alice {hashed}\n")
+    computed, go = [], Event()
+
+    def held(*given: Any) -> bytes:
+        computed.append(given)
+        assert go.wait(60)
+        return scrypt(*given)
+
+    monkeypatch.setattr(key_lines, "_scrypt", held)
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+
+    async def asked(client: httpx.AsyncClient, keys: list[str], hashes: int) -> list[int]:
+        go.clear()
+        tasks = [asyncio.create_task(client.get("/info", headers=bearer(one))) for one in keys]
+        await until(lambda: len(computed) == hashes)
+        tasks.pop(0).cancel()  # the client of the first request leaves
+        await asyncio.sleep(0)
+        go.set()
+        return [one.status_code for one in await asyncio.gather(*tasks)]
+
+    wrong = [f"{key[:-2]}{number:02}" for number in range(20)]
+    assert run(app, lambda client: asked(client, [key] * 20, 1)) == [200] * 19 and len(computed) == 1
+    # Of wrong ones a single hash is computed, whose client has left.
+    assert run(app, lambda client: asked(client, wrong, 2)) == [429] * 19 and len(computed) == 2
+    assert run(app, lambda client: asked(client, [key] * 3, 2)) == [200] * 2
 
 
 def test_a_key_may_be_bound_to_models(file: Path) -> None:
