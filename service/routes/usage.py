@@ -12,11 +12,12 @@ from triptych.service.http.bodies import json_response
 from triptych.service.http.route_table import Routes, in_query, replies
 from triptych.service.routes.models import require_admin
 from triptych.service.schemas.replies import UsageReply
-from triptych.service.tenants.usage import GROUPS, HOUR, Amounts, Question, added, merged
+from triptych.service.tenants.usage import GROUPS, HOUR, MOST_GROUPS, Amounts, Question, added, merged
 
 routes = Routes(access="admin")
 
 _TIMES = frozenset({"hour", "day"})
+_LAST = datetime.max.replace(tzinfo=UTC).timestamp() - HOUR  # a zone can take a time beyond what can be written
 
 
 @routes.get(
@@ -46,6 +47,8 @@ async def usage(request: Request) -> Response:
     begin = _hour(given["from"], "from") if "from" in given else 0
     end = -(-_seconds(given["to"], "to") // HOUR) if "to" in given else now + 1
     rows = merged(await service.usage(Question(begin, int(end), by)))
+    if len(rows) > MOST_GROUPS:
+        raise invalid(f"by: more than {MOST_GROUPS} groups; ask for a shorter time or for fewer groups", "by")
     total = added(amounts for _, amounts in rows)
     reply = {
         "object": "list",
@@ -74,7 +77,7 @@ def _seconds(text: str, name: str) -> float:
         text = text.replace(" ", "+")  # the plus sign of a zone, which is a space in an address
     try:
         found = datetime.fromisoformat(text)
-        return max(0.0, (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+        return min(max(0.0, (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()), _LAST)
     except (ValueError, OverflowError):
         message = f"{name}: found {shorten(text)}, expected a date such as 2027-01-31, or 2027-01-31T12:00:00Z"
         raise invalid(message, name) from None

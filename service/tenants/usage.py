@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 
 from triptych.service.core.request_context import RequestContext
 from triptych.service.core.state_folder import Database, StateFolder
-from triptych.service.tenants.usage_journal import Journal, leftovers
+from triptych.service.tenants.usage_journal import Journal, leftovers, new_name
 
 HOUR: Final = 3600
 _FLUSH_SECONDS = 2.0
 _KEEP_HOURS = 400 * 24
 _FOLDER = "usage"
-_MOST_ROWS = 100_000  # of a reply
+MOST_GROUPS: Final = 20_000  # of a reply; they take the event loop some 0.1 s
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,18 @@ _ADD = (
 )
 
 
+class _Batch(NamedTuple):
+    """Sums that are added to the database together, and once: a caller who is cancelled may leave one half done."""
+
+    sums: Sums
+    journal: Journal | None  # None: it could not be written
+    other_name: str
+
+    @property
+    def name(self) -> str:
+        return self.other_name if self.journal is None else self.journal.name
+
+
 class Found(NamedTuple):
     """The answer of one replica to a question."""
 
@@ -100,8 +112,8 @@ class Usage:
         self._db.upgrade("usage", _SCHEMA)
         self._sums: Sums = {}
         self._journal: Journal | None = None  # of these sums
-        self._pending: tuple[Sums, Journal | None] | None = None  # that are being added to the database
-        self._copied: list[str] = []  # journals that are in the database and deleted
+        self._pending: _Batch | None = None  # that is being added to the database
+        self._copied: list[str] = []  # names of batches that are in the database, without a journal
         self._lock = asyncio.Lock()
         self._failing = False
         self.id = self._db.submit(_own_id).result()
@@ -145,19 +157,22 @@ class Usage:
         async with self._lock:
             while self._pending or self._sums:
                 if self._pending is None:
-                    self._pending = (self._sums, self._journal)
+                    self._pending = _Batch(self._sums, self._journal, new_name())
                     self._sums, self._journal = {}, None
-                sums, journal = self._pending
+                batch = self._pending
                 try:
-                    await self._db.run(_addition(journal.name if journal is not None else "", sums, self._copied))
+                    await self._db.run(_addition(batch.name, batch.sums, self._copied))
                 except sqlite3.Error as error:
                     self._failed(error)
                     return
                 self._pending, self._failing = None, False
                 self._copied = []
-                if journal is not None:
-                    await asyncio.to_thread(journal.drop)
-                    self._copied.append(journal.name)
+                try:
+                    if batch.journal is not None:
+                        await asyncio.to_thread(batch.journal.drop)
+                    self._copied.append(batch.name)
+                except OSError as error:  # the name is remembered: the next start finds the file
+                    self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         if not self._failing:
@@ -202,15 +217,15 @@ def _summed(rows: Sequence[Row]) -> Sums:
     return sums
 
 
-def _addition(journal: str, sums: Sums, copied: Sequence[str] = ()) -> Callable[[sqlite3.Connection], None]:
-    """Return the work of adding the sums of a journal, once: after a crash the journal may be read again.
+def _addition(name: str, sums: Sums, copied: Sequence[str] = ()) -> Callable[[sqlite3.Connection], None]:
+    """Return the work of adding the sums of a batch, once: after a crash its journal may be read again.
 
-    The journals that were `copied` before are deleted, and need not be remembered any more.
+    The batches that were `copied` before have no journal any more, and need not be remembered.
     """
 
     def add(db: sqlite3.Connection) -> None:
         db.executemany("DELETE FROM usage_journals WHERE name = ?", [(name,) for name in copied])
-        if journal and not db.execute("INSERT OR IGNORE INTO usage_journals VALUES (?)", (journal,)).rowcount:
+        if not db.execute("INSERT OR IGNORE INTO usage_journals VALUES (?)", (name,)).rowcount:
             return
         db.executemany(_ADD, [(*key, *amounts) for key, amounts in sums.items()])
 
@@ -227,6 +242,6 @@ def _select(db: sqlite3.Connection, question: Question) -> list[tuple[list[str |
     sums = [f"COALESCE(SUM({name}), 0)" for name in _FIELDS]
     query = f"SELECT {', '.join([*groups, *sums])} FROM usage WHERE hour >= ? AND hour < ?"
     if groups:
-        query += f" GROUP BY {', '.join(groups)} LIMIT {_MOST_ROWS}"
+        query += f" GROUP BY {', '.join(groups)} LIMIT {MOST_GROUPS + 1}"
     rows = db.execute(query, (question.begin, question.end)).fetchall()
     return [(list(row[: len(groups)]), Amounts(*row[len(groups) :])) for row in rows]

@@ -6,6 +6,7 @@ database yet. Each journal is locked by the process that writes it, and `leftove
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -19,13 +20,19 @@ _SUFFIX = ".jsonl"
 _MODE = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 
 
+def new_name() -> str:
+    """Return a name that no other journal has."""
+    return secrets.token_hex(12)
+
+
 class Journal:
     """A new journal in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `OSError`."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.file = folder / f"{secrets.token_hex(12)}{_SUFFIX}"
+        self.file = folder / f"{new_name()}{_SUFFIX}"
+        self._is_cut = False  # the last line, by a full disk
         self._descriptor = os.open(self.file, _MODE | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -35,7 +42,11 @@ class Journal:
 
     def append(self, row: Any) -> None:
         """Write a line; raises `OSError`."""
-        os.write(self._descriptor, msgspec.json.encode(row) + b"\n")
+        line = b"\n" * self._is_cut + msgspec.json.encode(row) + b"\n"
+        written = os.write(self._descriptor, line)
+        self._is_cut = written < len(line)
+        if self._is_cut:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def drop(self) -> None:
         """Delete the journal: all of it is in the database."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 from tests.service.support import App, ask, events, make_app, run
 from triptych.service.core.request_context import RequestContext
 from triptych.service.core.state_folder import StateFolder
+from triptych.service.routes import usage as routes
 from triptych.service.settings.service_settings import ServiceSettings
 from triptych.service.settings.tenant import Tenant
-from triptych.service.tenants import tenancy
-from triptych.service.tenants.usage import Amounts, Found, Question, Usage, added, merged
+from triptych.service.tenants import tenancy, usage
+from triptych.service.tenants.usage import Amounts, Found, Question, Row, Usage, added, merged
+from triptych.service.tenants.usage_journal import Journal, leftovers
 
 ADMIN = {"authorization": "Bearer root"}
 ALL = Question(0, 10**9, ("tenant",))
@@ -106,9 +110,10 @@ def test_groups_times_and_refusals(tmp_path: Path) -> None:
             await client.post("/generate", json=body, headers=key(name))
         await client.post("/encode", json={"model": "enc", "input": "hello"}, headers=key("b"))
         queries = ("?by=tenant,model", "?by=day,task", "?by=", "?to=2020-01-01", "?from=2020-01-01T00:00:00%2B02:00")
+        queries += ("?from=9999-12-31T23:59:59-10:00&to=9999-12-31T23:59:59-10:00",)
         return [await usage_of(client, query) for query in queries]
 
-    by_model, by_day, one, none, late = run(app, work)
+    by_model, by_day, one, none, late, last = run(app, work)
     assert [(row["tenant"], row["model"], row["requests"]) for row in by_model["data"]] == [
         *(("alice", "gen", 2), ("bob", "enc", 1)),
         ("bob", "gen", 1),
@@ -119,6 +124,7 @@ def test_groups_times_and_refusals(tmp_path: Path) -> None:
     assert one["data"] == [one["total"]] == [by_model["total"]] and one["total"]["completion_tokens"] == 6
     assert none["data"] == [] and none["total"]["requests"] == 0
     assert late["from"] == "2019-12-31T22:00:00Z" and not late["is_stored"]
+    assert last["from"].startswith("9999-12-31") and last["data"] == []
     for query, status, param in (
         *(("?by=colour", 400, "by"), ("?from=soon", 400, "from"), ("?until=2020-01-01", 400, "until")),
     ):
@@ -146,8 +152,6 @@ def test_a_kill_at_any_point_loses_nothing_and_counts_nothing_twice(tmp_path: Pa
         if step == 3:  # the last line is cut
             with journal.file.open("ab") as file:
                 file.write(b"[49")
-        import os
-
         os.close(journal._descriptor)  # the kill: the lock is lost
         folder.close()
 
@@ -197,6 +201,78 @@ def test_a_full_disk_keeps_usage_in_memory_until_there_is_room(
 
     assert merged(asyncio.run(work())) == [(["alice"], Amounts(3))]
     assert len(caplog.records) == 1
+
+
+def test_a_journal_on_a_full_disk_loses_only_what_did_not_fit(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    rows = [Row(number, "alice", "gen", "generate", Amounts(number)) for number in range(4)]
+    journal.append(rows[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.file.stat().st_size + 10, limits[1]))
+    try:
+        for row in rows[1:3]:
+            with pytest.raises(OSError, match=r"space left|too large"):
+                journal.append(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.append(rows[3])
+    os.close(journal._descriptor)
+    assert [found for _, found in leftovers(tmp_path, Row)] == [[rows[0], rows[3]]]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_who_leaves_while_sums_are_added_does_not_make_them_count_twice(tmp_path: Path, stored: bool) -> None:
+    async def work() -> list[Found]:
+        folder = StateFolder(str(tmp_path)) if stored else None
+        usage = Usage(folder)
+        usage._folder = None  # as if no journal could be written
+        usage.add(RequestContext("r", tenant=Tenant("alice")), 0.0)
+        asking = asyncio.create_task(usage.find(ALL))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+        found = [await usage.find(ALL)]
+        if folder is not None:
+            folder.close()
+        return found
+
+    assert merged(asyncio.run(work())) == [(["alice"], Amounts(1))]
+
+
+def test_a_journal_that_cannot_be_deleted_stops_nothing_and_counts_once(tmp_path: Path) -> None:
+    async def work() -> tuple[Found, Found]:
+        folder = StateFolder(str(tmp_path))
+        usage = Usage(folder)
+        for fails in (True, False):
+            usage.add(RequestContext("r", tenant=Tenant("alice")), 0.0)
+            journal = usage._journal
+            assert journal is not None
+            if fails:
+                journal.drop = broken  # type: ignore[method-assign]
+            await usage.flush()
+            if fails:
+                os.close(journal._descriptor)
+        first = await usage.find(ALL)
+        second = await Usage(folder).find(ALL)  # the next start finds the file
+        folder.close()
+        return first, second
+
+    def broken() -> None:
+        raise OSError("not permitted")
+
+    assert [found.rows for found in asyncio.run(work())] == [[(["alice"], Amounts(2))]] * 2
+
+
+def test_an_answer_has_all_groups_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (usage, routes):
+        monkeypatch.setattr(module, "MOST_GROUPS", 2)
+    app = app_of(tmp_path)
+    for name in ("alice", "bob", "carol"):
+        app.service.tenants.usage.add(RequestContext("r", tenant=Tenant(name)), 0.0)
+        answer = ask(app, "GET", "/usage", headers=ADMIN)
+        assert answer.status_code == (400 if name == "carol" else 200)
+    assert answer.json()["error"]["param"] == "by" and "more than 2 groups" in answer.json()["error"]["message"]
+    assert ask(app, "GET", "/usage?by=", headers=ADMIN).json()["total"]["requests"] == 3
 
 
 def test_metrics_by_name_are_bounded_and_the_access_line_has_the_name(
