@@ -84,6 +84,9 @@ class Minute:
     def wait(self, units: int, now: float) -> float:
         """Return the seconds until `units` are left, if nothing else takes any."""
         missing, until = min(units, self.limit) - self.left(now), 0.0
+        if missing >= self.used:  # of all units: each reply says it, and there are hundreds of slots
+            last = next((slot for slot in reversed(self._slots) if slot.units), None)
+            return last.begin + MINUTE + _SLOT - now if last is not None else 0.0
         for slot in self._slots:
             if missing <= 0:
                 break

@@ -155,6 +155,9 @@ def test_no_minute_has_more_than_the_limit_and_the_wait_is_exact() -> None:
             wait = minute.wait(units, now)
             assert 0 < wait <= 60.25
             assert copy.deepcopy(minute).left(now + wait + 1e-6) >= units > 0
+        full = minute.wait(100, now)
+        assert copy.deepcopy(minute).left(now + full + 1e-6) == 100
+        assert full == 0 or copy.deepcopy(minute).left(now + full - 1e-6) < 100
         assert sum(one.units for at, one in taken if now - 60 < at <= now) <= 100
     assert len(taken) > 100
 
