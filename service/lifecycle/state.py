@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -193,7 +194,10 @@ class Service:
                 found = await self._replicas.usage(question)
             except TimeoutError:
                 raise unavailable("a replica that may have counted usage did not answer", "not_live") from None
-        return [*found, await self.tenants.usage.find(question)]
+        try:
+            return [*found, await self.tenants.usage.find(question)]
+        except sqlite3.Error:  # locked, or a failing disk; the log says which
+            raise unavailable("usage cannot be read from state_dir now", "not_live") from None
 
     def model_info(self, name: str) -> ModelInfo:
         """Return the engine's description of a served model; raises a 503 while it is not loaded."""

@@ -155,24 +155,28 @@ class Usage:
     async def flush(self) -> None:
         """Add what is new to the database; what cannot be added stays in its journal and in memory."""
         async with self._lock:
-            while self._pending or self._sums:
-                if self._pending is None:
-                    self._pending = _Batch(self._sums, self._journal, new_name())
-                    self._sums, self._journal = {}, None
-                batch = self._pending
-                try:
-                    await self._db.run(_addition(batch.name, batch.sums, self._copied))
-                except sqlite3.Error as error:
-                    self._failed(error)
-                    return
-                self._pending, self._failing = None, False
-                self._copied = []
-                try:
-                    if batch.journal is not None:
-                        await asyncio.to_thread(batch.journal.drop)
-                    self._copied.append(batch.name)
-                except OSError as error:  # the name is remembered: the next start finds the file
-                    self._failed(error)
+            await self._write()
+
+    async def _write(self) -> None:
+        """Write what is new; the caller holds the lock."""
+        while self._pending or self._sums:
+            if self._pending is None:
+                self._pending = _Batch(self._sums, self._journal, new_name())
+                self._sums, self._journal = {}, None
+            batch = self._pending
+            try:
+                await self._db.run(_addition(batch.name, batch.sums, self._copied))
+            except sqlite3.Error as error:
+                self._failed(error)
+                return
+            self._pending, self._failing = None, False
+            self._copied = []
+            try:
+                if batch.journal is not None:
+                    await asyncio.to_thread(batch.journal.drop)
+                self._copied.append(batch.name)
+            except OSError as error:  # the name is remembered: the next start finds the file
+                self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         if not self._failing:
@@ -180,9 +184,16 @@ class Usage:
         self._failing = True
 
     async def find(self, question: Question) -> Found:
-        """Return what was used, in groups, as far back as this process's database knows it."""
-        await self.flush()
-        return Found(self.id, await self._db.run(lambda db: _select(db, question)))
+        """Return what was used, in groups, as far back as this process's database knows it.
+
+        Raises `sqlite3.Error` while it cannot be read.
+        """
+        async with self._lock:
+            await self._write()
+            found = Found(self.id, await self._db.run(lambda db: _select(db, question)))
+            waiting = [*self._sums.items(), *(self._pending.sums.items() if self._pending is not None else ())]
+        more = _grouped(waiting, question)  # what a full disk keeps out of the database
+        return found._replace(rows=merged([found, Found("memory", more)])) if more else found
 
     async def close(self) -> None:
         """Write everything; the state folder is closed later."""
@@ -235,6 +246,18 @@ def _addition(name: str, sums: Sums, copied: Sequence[str] = ()) -> Callable[[sq
 def _own_id(db: sqlite3.Connection) -> str:
     db.execute("INSERT INTO usage_id SELECT ? WHERE NOT EXISTS (SELECT * FROM usage_id)", (secrets.token_hex(8),))
     return str(db.execute("SELECT id FROM usage_id").fetchone()[0])
+
+
+def _grouped(sums: Iterable[tuple[Key, Amounts]], question: Question) -> list[tuple[list[str | int], Amounts]]:
+    """Return what `_select` would, of sums that are in memory."""
+    found: dict[tuple[str | int, ...], Amounts] = {}
+    for (hour, tenant, model, task), amounts in sums:
+        if question.begin <= hour < question.end:
+            labels: dict[str, str | int] = {"tenant": tenant, "model": model, "task": task}
+            labels |= {"hour": hour * HOUR, "day": hour // 24 * 24 * HOUR}
+            group = tuple(labels[name] for name in question.by)
+            found[group] = _plus(found.get(group), amounts)
+    return [(list(group), amounts) for group, amounts in found.items()]
 
 
 def _select(db: sqlite3.Connection, question: Question) -> list[tuple[list[str | int], Amounts]]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import resource
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.service.support import App, ask, events, make_app, run
+from triptych.service.core import state_folder
 from triptych.service.core.request_context import RequestContext
 from triptych.service.core.state_folder import StateFolder
 from triptych.service.routes import usage as routes
@@ -201,6 +203,33 @@ def test_a_full_disk_keeps_usage_in_memory_until_there_is_room(
 
     assert merged(asyncio.run(work())) == [(["alice"], Amounts(3))]
     assert len(caplog.records) == 1
+
+
+def test_an_answer_has_what_a_full_disk_keeps_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_folder, "_BUSY_SECONDS", 0.01)
+    app = app_of(tmp_path, str(tmp_path / "state"))
+    full = "CREATE TRIGGER IF NOT EXISTS full BEFORE INSERT ON usage BEGIN SELECT RAISE(ABORT, 'full'); END"
+
+    async def work(client: httpx.AsyncClient) -> list[Any]:
+        service = app.service
+        assert service.state_folder is not None
+        db, answers = service.state_folder.db, []
+        for name in ("alice", "bob"):
+            service.tenants.usage.add(RequestContext("r", model="gen", tenant=Tenant(name)), 0.0)
+            answers.append(await usage_of(client, "?by=day,tenant"))
+            await db.run(lambda db: db.execute(full) and None)
+        with_none = await usage_of(client, "?to=2020-01-01")
+        await db.run(lambda db: db.execute("DROP TRIGGER full") and None)
+        other = sqlite3.connect(tmp_path / "state" / "triptych.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        locked = await client.get("/usage", headers=ADMIN)
+        other.close()
+        return [*answers, with_none, locked, await usage_of(client, "?by=day,tenant")]
+
+    before, with_memory, none, locked, after = run(app, work)
+    assert [row["tenant"] for row in before["data"]] == ["alice"] and none["data"] == []
+    assert [row["tenant"] for row in with_memory["data"]] == ["alice", "bob"] and with_memory == after
+    assert (locked.status_code, locked.json()["error"]["code"]) == (503, "not_live")
 
 
 def test_a_journal_on_a_full_disk_loses_only_what_did_not_fit(tmp_path: Path) -> None:
