@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Harness, expected_tokens
+from tests.engine.scripted import Harness, expected_tokens, request
 from triptych.model.engine.scheduling.fair_shares import place_in_turn
+from triptych.model.engine.scheduling.scheduled_step import DECODES_ONLY
+from triptych.model.engine.step_pacer import StepPacer, StepWork
 
 
 def sizes(harness: Harness, begin: int = 0) -> list[dict[str, int]]:
@@ -41,6 +44,47 @@ def test_the_first_token_of_a_light_tenant_comes_beside_a_flood_in_a_step_of_twi
     for _ in range(2):
         harness.step()
     assert harness.tokens("light") == expected_tokens(made)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_pacer_knows_of_a_prompt_for_which_a_flood_gives_up_a_place(streams: bool) -> None:
+    """The light prompt is in the first step after it came, though no place was free before that step."""
+    harness, pacer = Harness(max_num_seqs=8, num_blocks=400, budget=256), StepPacer()
+    key = ("scripted", "generate")
+
+    def add(name: str, ids: list[int], tenant: str) -> None:
+        harness.engine.add(replace(request(name, ids, tenant=tenant, max_tokens=200), streams=streams))
+
+    def step() -> None:
+        turn = pacer.next({key: harness.engine.demand()})
+        assert turn is not None
+        harness.limits = turn.budget
+        harness.step()
+        computed = sizes(harness, -1)[0].values()
+        decodes = sum(tokens == 1 for tokens in computed)
+        prompts = sum(computed) - decodes
+        pacer.observe(key, StepWork(0.01 + 1e-4 * prompts, decodes, prompts))
+
+    for at in range(60):
+        add(f"flood-{at}", [1000 * (at + 1) + token for token in range(20)], "heavy")
+    for at in range(3):
+        for _ in range(20):
+            step()
+        scheduler = harness.engine.scheduler
+        assert len(scheduler.running) == scheduler.max_num_seqs
+        add(f"light-{at}", [7 + at] * 24, "light")
+        step()
+        assert sizes(harness, -1)[0][f"light-{at}"] == 24
+
+
+def test_no_place_is_taken_for_a_prompt_that_gets_no_tokens() -> None:
+    harness = Harness(max_num_seqs=8, num_blocks=400, budget=256)
+    flood(harness)
+    harness.step()
+    harness.add("light", [7] * 24, tenant="light")
+    harness.limits = DECODES_ONLY
+    harness.step()
+    assert len(sizes(harness, -1)[0]) == 8
 
 
 def test_with_one_tenant_nothing_changes() -> None:
@@ -90,9 +134,9 @@ def test_every_request_ends_with_its_tokens_however_tenants_press_each_other(see
         for _ in range(numbers.randint(0, 3)):
             harness.step()
     harness.run()
-    for request in made:
-        if request.params.n == 1:
-            assert harness.tokens(request.request_id) == expected_tokens(request)
+    for one in made:
+        if one.params.n == 1:
+            assert harness.tokens(one.request_id) == expected_tokens(one)
     assert len(harness.ends()) == sum(request.params.n for request in made)
 
 

@@ -113,7 +113,11 @@ class Scheduler:
                     first = first or self.source_passes.least(span.source)
                     sources.append(self.source_passes.left(span.source))
         places = self.max_num_seqs - (len(running) if background is False else len(self.running))
-        for sequence in waiting:
+        begin = waiting
+        if places <= 0 and background is not True and self.shares.are_several:
+            claimant = self._claimant()
+            begin, places = [claimant] if claimant is not None and self._victim_of(claimant) is not None else [], 1
+        for sequence in begin:
             if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
                 break  # enough for one step
             if sequence.is_prepared:
@@ -138,33 +142,50 @@ class Scheduler:
         self._turn_long()
         self.pictures.begin(budget.whole_tokens, self.max_num_batched_tokens)
         if self.shares.are_several:
-            self._share_places()
+            self._share_places(budget)
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens, budget.background)
         self.pictures.end()
         return output
 
-    def _share_places(self) -> None:
-        """Preempt sequences of tenants that have more than their share, for the next one of a tenant that has less."""
-        self.shares.look(self.running, self.waiting)
-        if not self.shares.are_several:
+    def _share_places(self, budget: StepBudget) -> None:
+        """Preempt sequences of tenants that have more than their share, for the next one of a tenant that has less.
+
+        Without tokens for its prompt nothing is: its place would be idle in this step.
+        """
+        claimant = self._claimant()
+        if claimant is None or budget.prompt_tokens == 0:
             return
-        candidates = (one for one in self.shares.in_turn(self.waiting) if not self._waits(one))
-        head = next(candidates, None)
-        if head is None or head.is_background:
-            return
-        together, room = self._together(head), self.block_manager.num_blocks * self.block_manager.block_size
+        together = self._together(claimant)
         slots = sum(one.num_slots for one in together)
-        if not self.shares.may_claim(head, slots, self.max_num_seqs, room):
-            return
         while self._num_places() < slots or not self.block_manager.can_admit(together):
-            victim = self.shares.one_over(head, self.running, self.max_num_seqs, room)
+            victim = self._victim_of(claimant)
             if victim is None:
                 return
             self.preempt(victim)
             self.num_preemptions -= 1  # which are those for want of a free block
             self.shares.look(self.running, self.waiting)
+
+    def _claimant(self) -> SequenceState | None:
+        """Return the next sequence to be admitted if its tenant has less than its share, among several tenants."""
+        self.shares.look(self.running, self.waiting)
+        if not self.shares.are_several:
+            return None
+        head = next((one for one in self.shares.in_turn(self.waiting) if not self._waits(one)), None)
+        if head is None or head.is_background:
+            return None
+        slots = sum(one.num_slots for one in self._together(head))
+        return head if self.shares.may_claim(head, slots, self.max_num_seqs, self._room) else None
+
+    def _victim_of(self, claimant: SequenceState) -> SequenceState | None:
+        """Return the sequence that is preempted for a claimant, as `_claimant` or `look` has counted."""
+        return self.shares.one_over(claimant, self.running, self.max_num_seqs, self._room)
+
+    @property
+    def _room(self) -> int:
+        """The tokens that the KV cache holds."""
+        return self.block_manager.num_blocks * self.block_manager.block_size
 
     def _num_places(self) -> int:
         """Return how many more sequences may run."""
