@@ -322,9 +322,7 @@ class Models:
     @property
     def candidates(self) -> list[ServedModel]:
         """The models that the current request may name: loaded ones, then available ones."""
-        context = current()
-        found = [*self.loaded, *self.available]
-        return found if context is None else [one for one in found if context.tenant.may_use(one.name)]
+        return [one for one in (*self.loaded, *self.available) if _may_use(one.name)]
 
     @property
     def names(self) -> list[str]:
@@ -374,11 +372,8 @@ class Models:
         if name is None:
             return self._only_one_for(task)
         found = self.candidate(name)
-        if found is None:
+        if found is None or not _may_use(name):
             raise self.unknown(name)
-        context = current()
-        if context is not None and not context.tenant.may_use(name):
-            raise model_not_allowed(name, context.tenant.name)
         if not found.serves(task):
             raise self._wrong_task(found, task)
         return name
@@ -438,7 +433,9 @@ class Models:
 
     def unknown(self, name: str) -> ApiError:
         """Return the error for a name that requests may not use."""
-        found = self._models.get(name)
+        found, context = self._models.get(name), current()
+        if context is not None and found is not None and found.served is not None and not _may_use(name):
+            return model_not_allowed(name, context.tenant.name)
         if found is not None and found.refusal is not None:
             return found.refusal
         if name in self.elsewhere:
@@ -468,3 +465,9 @@ class Models:
         able = [one.name for one in self.candidates if one.serves(task)]
         message = f"model {found.name} is {found.config.form} and cannot {task}; models that can: {listed(able)}"
         return invalid(message, "model", "wrong_task")
+
+
+def _may_use(name: str) -> bool:
+    """Return whether the key of the current request may use a model."""
+    context = current()
+    return context is None or context.tenant.may_use(name)

@@ -32,9 +32,9 @@ def listed(service: Service) -> list[Json]:
 def running(service: Service) -> list[Json]:
     """Return the loaded models, with the time at which each is unloaded if no more requests come."""
     found = []
-    for served in service.models.loaded:
+    for served in service.models.candidates:
         info = service.client.models.get(served.name)
-        if info is None or not abilities(service, served):
+        if info is None or not served.loaded or not abilities(service, served):
             continue
         in_use = {
             "expires_at": _expiry(service, served.name),

@@ -177,7 +177,7 @@ async def show(request: Request) -> Response:
     if name is None:
         raise invalid("model is required", "model", "missing_field")
     served = service.models.candidate(name)
-    if served is None:
+    if served is None or name not in service.models.names:
         raise service.models.unknown(name)
     return json_response(shown(service, served))
 

@@ -263,6 +263,24 @@ def test_a_key_may_be_bound_to_models(file: Path) -> None:
     assert names[0] < names[1] and "gen" in names[1] - names[0]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("GET", "/v1/models/gen", None), ("POST", "/api/show", {"model": "gen"}), ("POST", "/tokenize", {"text": "a"})],
+)
+def test_no_dialect_shows_a_model_that_a_key_may_not_use(
+    file: Path, method: str, path: str, body: dict[str, str] | None
+) -> None:
+    file.write_text("alice a1 models=enc*\nbob b1\n")
+    app = make_app(settings=ServiceSettings(api_key_file=str(file)))
+    sent = body if body is None else {"model": "gen", **body}
+    assert ask(app, method, path, json=sent, headers=bearer("b1")).status_code == 200
+    refused = ask(app, method, path, json=sent, headers=bearer("a1"))
+    assert refused.status_code == 403 and "alice may not use model 'gen'" in refused.text
+    for listing in ("/api/tags", "/api/ps", "/v1/models"):
+        shown = [ask(app, "GET", listing, headers=bearer(key)).text for key in ("a1", "b1")]
+        assert ["gen" in text for text in shown] == [False, True], listing
+
+
 def test_priority_of_a_key_is_added_to_that_of_a_request() -> None:
     def found() -> list[int]:
         set_current(RequestContext("r", tenant=Tenant("alice", "name:alice", priority=-5)))
