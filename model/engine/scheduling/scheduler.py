@@ -154,8 +154,11 @@ class Scheduler:
 
         Without tokens for its prompt nothing is: its place would be idle in this step.
         """
+        if budget.prompt_tokens == 0:
+            self.shares.look(self.running, self.waiting)
+            return
         claimant = self._claimant()
-        if claimant is None or budget.prompt_tokens == 0:
+        if claimant is None:
             return
         together = self._together(claimant)
         slots = sum(one.num_slots for one in together)
