@@ -45,7 +45,8 @@ _UNUSED = (
     "ray/llm",
     "ray/train",
     "ray/tune",
-    "ray/dashboard/client",  # pages
+    "ray/dashboard/client/build/speedscope*",
+    "ray/dashboard/client/build/static/[!c]*",  # scripts of its pages: without `static` a head does not start
     "ray/_private/runtime_env/agent/thirdparty_files",  # an aiohttp of its own, which it does without
     "PIL/_avif*",  # no model reads such files
     "pillow.libs/libavif*",
