@@ -47,7 +47,7 @@ class Node(Container):
         (container,) = (one for one in containers(rayservice()) if one["name"] == role)
         environment = {one["name"]: one["value"] for one in container["env"]} | {"RAY_AUTH_TOKEN": TOKEN}
         options = [f"--env={name}={value}" for name, value in environment.items()]
-        options += [f"--publish=127.0.0.1::{port}" for port in (8000, 8265, 52365)]
+        options += [f"--publish=127.0.0.1::{port}" for port in (8000, 8265, 9400, 52365)]
         options += ["--read-only", "--tmpfs=/tmp", "--shm-size=256m", "--cap-drop=ALL", f"--network={network}"]
         options += [f"--name={network}-{role}", f"--volume={keys}:/run/secrets/triptych/api_keys:ro"]
         started = docker("run", "--detach", *options, "--entrypoint=/bin/bash", IMAGE, "-c", "--", start)
