@@ -201,9 +201,10 @@ class Usage:
 
 
 def merged(answers: Iterable[Found]) -> list[tuple[list[str | int], Amounts]]:
-    """Add up the answers of replicas; of those that share a database the last one counts."""
+    """Add up the answers of replicas; of those that share a database the one with most requests counts."""
     found: dict[tuple[str | int, ...], Amounts] = {}
-    for answer in {answer.database: answer for answer in answers}.values():
+    ordered = sorted(answers, key=lambda answer: sum(amounts.requests for _, amounts in answer.rows))
+    for answer in {answer.database: answer for answer in ordered}.values():
         for group, amounts in answer.rows:
             found[tuple(group)] = _plus(found.get(tuple(group)), amounts)
     return [(list(group), found[group]) for group in sorted(found, key=str)]

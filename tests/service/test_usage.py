@@ -327,3 +327,9 @@ def test_metrics_by_name_are_bounded_and_the_access_line_has_the_name(
         assert line in shown
     lines = [record for record in caplog.records if record.name == "triptych.access" and "/generate" in record.message]
     assert "by bob gen 2 in 3 out" in lines[1].message and lines[1].fields["tenant"] == "bob"  # type: ignore[attr-defined]
+
+
+def test_of_replicas_with_one_database_the_answer_that_knows_most_counts() -> None:
+    """Replicas of another machine are asked together, and the first may answer before the second has written."""
+    early, late = (Found("one", [(["alice"], Amounts(number, 10 * number))]) for number in (2, 3))
+    assert merged([early, late]) == merged([late, early]) == late.rows
