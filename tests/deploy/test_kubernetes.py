@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -263,3 +264,13 @@ def test_control_the_renderer_refuses_what_it_does_not_know(tmp_path: Path) -> N
     (tmp_path / "kustomization.yaml").write_text("resources: [../x.yaml]\n")
     with pytest.raises(ValueError, match="outside"):
         render(tmp_path)
+
+
+def test_an_image_keeps_the_folders_that_rays_head_serves(tmp_path: Path) -> None:
+    """Without them `ray start --head` waits until it fails, and KubeRay has no cluster."""
+    build = tmp_path / "ray/dashboard/client/build"
+    for name in ("index.html", "static/css/a.css", "static/js/a.js"):
+        (build / name).parent.mkdir(parents=True, exist_ok=True)
+        (build / name).touch()
+    runpy.run_path(str(ROOT / "deploy/image/slim.py"))["delete"](tmp_path)
+    assert sorted(one.name for one in build.rglob("*")) == ["a.css", "css", "index.html", "static"]
