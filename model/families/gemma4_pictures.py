@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
 from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.config.pictures import GridPositions, MergerConfig, PatchConfig, PicturesConfig
@@ -17,7 +17,7 @@ from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError, shown
 from triptych.model.families.clip import vision_side
 from triptych.model.families.gemma import SANDWICH_NORMS
-from triptych.model.families.table.helpers import activation, ignore_unless, repeat
+from triptych.model.families.table.helpers import activation, axial_rotary, ignore_unless, repeat
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Interleaved, LinearRule, Rule, TensorRule
 from triptych.model.families.table.text_part import PictureTable
@@ -72,12 +72,7 @@ def config(raw: Settings, text: ModelConfig) -> ModelConfig:
 
 def _layer(vision: Settings, norm: NormConfig) -> LayerConfig:
     dim, bounded = vision["head_dim"], bool(vision["use_clipped_linears"])
-    rope = vision.get("rope_parameters") or {}
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise ConfigError(f"vision_config.rope_parameters.rope_type must be 'axial', found {shown(rope['rope_type'])}")
-    if dim % 4:
-        raise ConfigError(f"vision_config: heads of {dim} dimensions do not turn by rows and columns")
-    rotary = RotaryConfig(dim, rope.get("rope_theta", _THETA), sections=(dim // 4,) * 2, frequencies_again=True)
+    rotary = axial_rotary(vision, dim, _THETA)
     heads = vision["num_attention_heads"], vision["num_key_value_heads"]
     attention = AttentionConfig(
         *heads, dim, 1.0, position=rotary, qk_norm=norm, value_norm=NormConfig(NormKind.RMS, norm.eps), bounded=bounded

@@ -16,7 +16,7 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.config.pictures import MergerConfig, PatchConfig, PicturesConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError, shown
-from triptych.model.families.table.helpers import activation, affine, check_layers, repeat, split_width
+from triptych.model.families.table.helpers import activation, affine, axial_rotary, check_layers, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import LinearRule, Rule, TensorRule
 from triptych.model.families.table.stored_names import StoredNames
@@ -99,12 +99,7 @@ def _patches(vision: Settings) -> PatchConfig:
 def _layer(vision: Settings, norm: NormConfig, mlp: MLPConfig) -> LayerConfig:
     size, heads = vision["hidden_size"], vision["num_heads"]
     dim = split_width(size, heads)
-    rope = vision.get("rope_parameters") or {}
-    if rope.get("rope_type", "axial") != "axial":
-        raise ConfigError(f"vision_config.rope_parameters.rope_type must be 'axial', found {shown(rope['rope_type'])}")
-    if dim % 4:
-        raise ConfigError(f"vision_config: heads of {dim} dimensions do not turn by rows and columns")
-    rotary = RotaryConfig(dim, rope.get("rope_theta", 10_000.0), sections=(dim // 4,) * 2, frequencies_again=True)
+    rotary = axial_rotary(vision, dim, 10_000.0, kinds=("axial",))
     attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True, position=rotary)
     return LayerConfig(mixer=attention, feed_forward=mlp, norms=(Norms(pre=norm),) * 2)
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
 from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.config.pictures import GridPositions, MergerConfig, PatchConfig, PicturesConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError, shown
 from triptych.model.families.clip import vision_layer, vision_side
-from triptych.model.families.table.helpers import activation, affine, repeat, split_width
+from triptych.model.families.table.helpers import activation, affine, axial_rotary, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import LinearRule, Rule, TensorRule
 from triptych.model.families.table.stored_names import StoredNames
@@ -120,13 +120,7 @@ def _tower(raw: Settings, vision: Settings, *, whole: bool = False) -> tuple[Pat
 def _pixtral_layer(vision: Settings, norm: NormConfig) -> LayerConfig:
     heads = vision["num_attention_heads"]
     dim = vision.get("head_dim") or split_width(vision["hidden_size"], heads)
-    rope = vision.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", vision.get("rope_theta", 10_000.0))
-    if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
-        raise ConfigError(f"vision_config.rope_parameters.rope_type must be 'axial', found {shown(kind)}")
-    if dim % 4:
-        raise ConfigError(f"vision_config: heads of {dim} dimensions do not turn by rows and columns")
-    rotary = RotaryConfig(dim, theta, sections=(dim // 4,) * 2, frequencies_in_turn=True)
+    rotary = axial_rotary(vision, dim, vision.get("rope_theta", 10_000.0), in_turn=True)
     return LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, position=rotary),
         feed_forward=MLPConfig(

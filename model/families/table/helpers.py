@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from triptych.model.config.attention import AttentionConfig, NormSpan
+from triptych.model.config.attention import AttentionConfig, NormSpan, RotaryConfig
 from triptych.model.config.layer import Activation, LayerConfig
 from triptych.model.config.model import HeadConfig
 from triptych.model.errors import ConfigError, shown
@@ -201,3 +201,21 @@ def query_scale(raw: Settings) -> float:
     if not scalar > 0:
         raise ConfigError(f"query_pre_attn_scalar must be positive, found {scalar}")
     return float(scalar**-0.5)
+
+
+def axial_rotary(
+    vision: Settings, dim: int, theta: float, *, kinds: Collection[str] = ("axial", "default"), in_turn: bool = False
+) -> RotaryConfig:
+    """Return the rotation of a tower's heads of `dim` dimensions, half by the row of a patch and half by its column.
+
+    `theta` is the default, and `kinds` are the values of `rope_type` that mean this rotation. Rows and columns take
+    the frequencies in turn (Pixtral), or the same ones. Raises `ConfigError` for another kind, and for a `dim` that is
+    no multiple of 4.
+    """
+    rope = vision.get("rope_parameters") or {}
+    if (kind := rope.get("rope_type", "axial")) not in kinds:
+        raise ConfigError(f"vision_config.rope_parameters.rope_type must be 'axial', found {shown(kind)}")
+    if dim % 4:
+        raise ConfigError(f"vision_config: heads of {dim} dimensions do not turn by rows and columns")
+    sections, theta = (dim // 4,) * 2, rope.get("rope_theta", theta)
+    return RotaryConfig(dim, theta, sections=sections, frequencies_in_turn=in_turn, frequencies_again=not in_turn)
