@@ -6,6 +6,7 @@
 
 #include "float_kernels.h"
 
+#define MOST_PARTS KERNEL_PANELS /* of the next weights: a kernel asks for a line of them a step then */
 #define MOST_LINES 4 /* of memory that a kernel asks for in one step */
 
 /* What one call of the kernel adds: `count` rows, by panels from `weights` on. */
@@ -120,10 +121,12 @@ void add_low_ranks(const Output *output, const SumTile *tile) {
     }
 }
 
-const Ahead *ranks_ahead(const Output *output, int64_t rows, int64_t column, int64_t panels, int64_t steps, Ahead *ahead) {
+/* Find what the product's `rows` rows read of adapters for `panels` panels from `column`, to be asked for in `steps`
+ * steps of a kernel. Returns whether there is anything. */
+static int ranks_ahead(const Output *output, int64_t rows, int64_t column, int64_t panels, int64_t steps, Ahead *ahead) {
     const AdaptedRows *adapted = output->adapted;
     const Addition *found = NULL;
-    if (!adapted) return NULL;
+    if (!adapted) return 0;
     int64_t begin = adapted->row + output->first_row, lines = 0;
     ahead->count = 0;
     for (int64_t i = first_run(adapted, begin); i < adapted->num_runs && adapted->runs[i].first < begin + rows; i++) {
@@ -140,5 +143,16 @@ const Ahead *ranks_ahead(const Output *output, int64_t rows, int64_t column, int
         }
     }
     ahead->lines = (int)min_i64(lines / max_i64(steps, 1) + 1, MOST_LINES);
-    return lines ? ahead : NULL;
+    return lines > 0;
+}
+
+const Ahead *asked_ahead(const Product *product, const RowPass *pass, int64_t column, int64_t panels, int adapts,
+                         int64_t block, Ahead *ahead) {
+    int64_t full = full_blocks(pass->rows, pass->block_rows), parts = min_i64(MOST_PARTS, full - pass->cold);
+    int64_t part = block - (full - parts), next = column + panels * PANEL_WIDTH;
+    if (pass->cold && !block) return NULL;
+    if (block != 1 || !adapts || !ranks_ahead(&product->output, pass->rows, next, panels, pass->steps, ahead))
+        ahead->count = ahead->lines = 0;
+    if (pass->next.at && 0 <= part && part < parts) add_weights_ahead(&pass->next, part, parts, pass->steps, ahead);
+    return ahead->count ? ahead : NULL;
 }

@@ -36,8 +36,11 @@ struct AdaptedRows {
 
 /* Add what adapters add to a rectangle of float sums. */
 void add_low_ranks(const Output *output, const SumTile *tile);
-/* Find what the product's `rows` rows read of adapters for `panels` panels from `column`, to be asked for in `steps`
- * steps of a kernel. Returns `ahead`; null: there is nothing. */
-const Ahead *ranks_ahead(const Output *output, int64_t rows, int64_t column, int64_t panels, int64_t steps, Ahead *ahead);
+/* Find what a kernel prefetches for block `block` of a pass over `panels` panels from `column`: a part of the next
+ * weights in each of the last full blocks, as memory has nothing else to do there, and, if `adapts`, in the second block
+ * what adapters read for the panels that follow. A cold block prefetches its own weights alone. Returns `ahead`; null:
+ * nothing. */
+const Ahead *asked_ahead(const Product *product, const RowPass *pass, int64_t column, int64_t panels, int adapts,
+                         int64_t block, Ahead *ahead);
 
 #endif

@@ -39,6 +39,36 @@ typedef struct {
     int count, lines;
 } Ahead;
 
+/* The weights that a thread multiplies after those at hand: a slice of each of some panels. */
+typedef struct {
+    const char *at;             /* null: there are none */
+    int64_t bytes, panel_bytes; /* of a slice; from one to the next */
+    int64_t panels;
+} NextWeights;
+
+/* Add part `part` of `parts` of the next weights to what a kernel of `steps` steps asks for. */
+INLINE void add_weights_ahead(const NextWeights *next, int64_t part, int64_t parts, int64_t steps, Ahead *ahead) {
+    int64_t all = next->panels * next->bytes / CACHE_LINE;
+    int64_t first = all * part / parts * CACHE_LINE, last = all * (part + 1) / parts * CACHE_LINE;
+    for (int64_t i = first / next->bytes; i * next->bytes < last && ahead->count < MOST_AHEAD; i++, ahead->count++) {
+        const char *slice = next->at + i * next->panel_bytes;
+        ahead->pieces[ahead->count].at = slice + max_i64(0, first - i * next->bytes);
+        ahead->pieces[ahead->count].end = slice + min_i64(next->bytes, last - i * next->bytes);
+    }
+    ahead->lines += (int)(((last - first) / CACHE_LINE + steps - 1) / steps);
+}
+
+/* How a thread takes all rows of a product past the weights at hand, block by block. */
+typedef struct {
+    int64_t rows, block_rows;
+    int64_t steps; /* in k, of a kernel */
+    int cold;      /* whether the weights may be in no cache yet, so that the first block asks for them */
+    NextWeights next;
+} RowPass;
+
+/* How many blocks take a kernel longer than memory takes for the weights: all but small last ones. */
+INLINE int64_t full_blocks(int64_t rows, int64_t block_rows) { return (rows + block_rows / 2 - 1) / block_rows; }
+
 /* Where a kernel's weights lie, in bytes, and what else it asks memory for. */
 typedef struct {
     const char *end;     /* of what is read of the first panel */
@@ -49,20 +79,22 @@ typedef struct {
     int next; /* piece */
 } WeightStream;
 
-/* Ask memory for what is read soon, for the first cache: what is asked for in the second alone comes late on Zen 5. */
+/* Ask memory for what is read soon, for the first cache: what is asked for in the second alone comes late on Zen 5.
+ * After the last piece its end is asked for again, which costs less than to know that nothing is left. */
 INLINE void prefetch_ahead(WeightStream *stream) {
-    if (!stream->ahead) return;
-    for (int i = 0; i < stream->ahead->lines; i++, stream->at += CACHE_LINE) {
-        if (stream->at >= stream->piece_end) {
-            if (stream->next == stream->ahead->count) {
-                stream->ahead = NULL;
-                return;
-            }
-            stream->at = stream->ahead->pieces[stream->next].at;
-            stream->piece_end = stream->ahead->pieces[stream->next++].end;
+    const Ahead *ahead = stream->ahead;
+    if (!ahead) return;
+    if (__builtin_expect(stream->at >= stream->piece_end, 0)) {
+        if (stream->next < ahead->count) {
+            stream->at = ahead->pieces[stream->next].at;
+            stream->piece_end = ahead->pieces[stream->next++].end;
+        } else {
+            stream->at = stream->piece_end - CACHE_LINE;
         }
-        __builtin_prefetch(stream->at, 0, 3);
     }
+    __builtin_prefetch(stream->at, 0, 3);
+    for (int i = 1; i < ahead->lines; i++) __builtin_prefetch(stream->at + i * CACHE_LINE, 0, 3);
+    stream->at += ahead->lines * CACHE_LINE;
 }
 
 /* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those

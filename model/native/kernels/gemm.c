@@ -172,13 +172,16 @@ typedef struct {
     const Ahead *ahead;
 } KernelTile;
 
-/* Compute a tile of at most `rows` rows and of `panels` panels, which are constants. Sums over a part of k are kept
- * in the product's scratch until the last part. */
-INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile t) {
+enum { ASKS_FOR_NOTHING, ASKS_AHEAD, COLD }; /* what a kernel asks memory for: a constant, as it costs registers */
+
+/* Compute a tile of at most `rows` rows and of `panels` panels, which are constants as `asks` is. Sums over a part of k
+ * are kept in the product's scratch until the last part. */
+INLINE void kernel_asking(int asks, int dtype, int rows, int panels, const Product *p, KernelTile t) {
     const PackedMatrix *m = p->matrix;
     int64_t panel = padded_k(dtype, m->k) * PANEL_WIDTH, count = t.stop - t.start, bytes = element_bytes(dtype);
     const char *b = (const char *)m->data + (t.column / PANEL_WIDTH * panel + t.start * PANEL_WIDTH) * bytes;
-    WeightStream stream = {.end = b + count * PANEL_WIDTH * bytes, .panel_bytes = panel * bytes, .cold = t.cold, .ahead = t.ahead};
+    WeightStream stream = {.end = b + count * PANEL_WIDTH * bytes, .panel_bytes = panel * bytes, .cold = asks == COLD};
+    if (asks == ASKS_AHEAD) stream.ahead = t.ahead;
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[KERNEL_ROWS];
     Accumulators acc;
@@ -212,22 +215,28 @@ INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile
         epilogue(p, &(SumTile){t.row, t.column, t.count, panels * PANEL_VECS, done[0], KERNEL_PANELS * PANEL_VECS});
 }
 
+INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile t) {
+    if (t.cold)
+        kernel_asking(COLD, dtype, rows, panels, p, t);
+    else if (rows < KERNEL_ROWS || t.ahead)
+        kernel_asking(ASKS_AHEAD, dtype, rows, panels, p, t);
+    else
+        kernel_asking(ASKS_FOR_NOTHING, dtype, rows, panels, p, t);
+}
+
 /* Multiply all rows by `panels` panels (a constant) from `column`, over k in [start, stop). */
-INLINE void multiply_rows(int dtype, int panels, const Product *p, int64_t rows, int64_t column, int64_t start,
+INLINE void multiply_rows(int dtype, int panels, const Product *p, const RowPass *pass, int64_t column, int64_t start,
                           int64_t stop) {
     KernelTile t = {.column = column, .start = start, .stop = stop, .count = KERNEL_ROWS};
+    int adapts = stop == p->matrix->k;
     Ahead ahead;
-    if (rows >= KERNEL_ROWS) { /* the first kernel brings the weights for all others; of few rows it is the one below */
-        t.cold = 1;
+    for (int64_t block = 0; t.row < pass->rows; block++, t.row += KERNEL_ROWS) {
+        t.cold = pass->cold && !block;
+        t.ahead = asked_ahead(p, pass, column, panels, adapts, block, &ahead);
+        if (t.row + KERNEL_ROWS > pass->rows) break;
         kernel(dtype, KERNEL_ROWS, panels, p, t);
-        t.cold = 0, t.row = KERNEL_ROWS;
-        if (stop == p->matrix->k && rows > KERNEL_ROWS) {
-            int64_t steps = (stop - start) / (dtype == F32 ? 1 : 4 / element_bytes(dtype)), next = column + panels * PANEL_WIDTH;
-            t.ahead = ranks_ahead(&p->output, rows, next, panels, steps, &ahead);
-        }
     }
-    for (; t.row + KERNEL_ROWS <= rows; t.row += KERNEL_ROWS, t.ahead = NULL) kernel(dtype, KERNEL_ROWS, panels, p, t);
-    t.count = (int)(rows - t.row), t.cold = !t.row;
+    t.count = (int)(pass->rows - t.row);
     if (t.count > 4)
         kernel(dtype, KERNEL_ROWS, panels, p, t);
     else if (t.count > 2)
@@ -241,18 +250,25 @@ INLINE void multiply_rows(int dtype, int panels, const Product *p, int64_t rows,
 /* Multiply all rows by panels [first, last): as many weights at a time as stay in the second cache while all rows
  * pass. */
 INLINE void multiply_panels(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
-    int64_t k = p->matrix->k;
-    int64_t depth = L2_BYTES / (KERNEL_PANELS * PANEL_WIDTH * element_bytes(dtype)) / 64 * 64;
+    int64_t k = p->matrix->k, bytes = element_bytes(dtype), panel_bytes = padded_k(dtype, k) * PANEL_WIDTH * bytes;
+    int64_t depth = L2_BYTES / (KERNEL_PANELS * PANEL_WIDTH * bytes) / 64 * 64;
+    RowPass pass = {.rows = rows, .block_rows = KERNEL_ROWS, .cold = 1};
     for (int64_t panel = first; panel < last; panel += KERNEL_PANELS)
         for (int64_t start = 0; start < k; start += depth) {
             int64_t stop = min_i64(start + depth, k), column = panel * PANEL_WIDTH;
+            int64_t after = stop < k ? panel : panel + KERNEL_PANELS, from = stop < k ? stop : 0;
+            NextWeights next = {NULL, (min_i64(from + depth, k) - from) * PANEL_WIDTH * bytes, panel_bytes,
+                                min_i64(KERNEL_PANELS, last - after)};
+            if (next.panels > 0) next.at = (const char *)p->matrix->data + after * panel_bytes + from * PANEL_WIDTH * bytes;
+            pass.next = next, pass.steps = (stop - start) / (dtype == F32 ? 1 : 4 / bytes);
             switch (last - panel) {
-            case 1: multiply_rows(dtype, 1, p, rows, column, start, stop); break;
+            case 1: multiply_rows(dtype, 1, p, &pass, column, start, stop); break;
 #if KERNEL_PANELS > 1
-            case 2: multiply_rows(dtype, 2, p, rows, column, start, stop); break;
+            case 2: multiply_rows(dtype, 2, p, &pass, column, start, stop); break;
 #endif
-            default: multiply_rows(dtype, KERNEL_PANELS, p, rows, column, start, stop);
+            default: multiply_rows(dtype, KERNEL_PANELS, p, &pass, column, start, stop);
             }
+            pass.cold = full_blocks(rows, KERNEL_ROWS) < 2; /* else the last blocks asked for what comes */
         }
 }
 

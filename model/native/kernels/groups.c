@@ -205,15 +205,16 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
 }
 
 /* Multiply all rows by one or more panels; `dtype` and `panels` are constants. */
-INLINE void multiply_grouped_rows(int dtype, int panels, const Product *p, int64_t rows, int64_t panel) {
-    GroupTile t = {0, panel, GROUP_ROWS, 1, NULL};
+INLINE void multiply_grouped_rows(int dtype, int panels, const Product *p, const RowPass *pass, int64_t panel) {
+    GroupTile t = {0, panel, GROUP_ROWS, 0, NULL};
     Ahead ahead;
-    for (; t.row + GROUP_ROWS <= rows; t.row += GROUP_ROWS, t.cold = 0) {
-        int64_t next = (panel + panels) * PANEL_WIDTH, steps = p->matrix->k / (dtype == INT4 ? 8 : 4);
-        t.ahead = t.row == GROUP_ROWS ? ranks_ahead(&p->output, rows, next, panels, steps, &ahead) : NULL;
+    for (int64_t block = 0; t.row < pass->rows; block++, t.row += GROUP_ROWS) {
+        t.cold = pass->cold && !block;
+        t.ahead = asked_ahead(p, pass, panel * PANEL_WIDTH, panels, 1, block, &ahead);
+        if (t.row + GROUP_ROWS > pass->rows) break;
         group_kernel(dtype, GROUP_ROWS, panels, p, t);
     }
-    t.count = (int)(rows - t.row);
+    t.count = (int)(pass->rows - t.row);
     if (t.count > 4)
         group_kernel(dtype, GROUP_ROWS, panels, p, t);
     else if (t.count > 2)
@@ -225,13 +226,21 @@ INLINE void multiply_grouped_rows(int dtype, int panels, const Product *p, int64
 }
 
 INLINE void multiply_grouped_panels(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
-    for (int64_t panel = first; panel < last; panel += GROUP_PANELS) switch (last - panel) {
-        case 1: multiply_grouped_rows(dtype, 1, p, rows, panel); break;
+    int64_t panel_bytes = grouped_panel_bytes(p->matrix);
+    RowPass pass = {.rows = rows, .block_rows = GROUP_ROWS, .steps = panel_bytes / LINE_BYTES, .cold = 1};
+    for (int64_t panel = first; panel < last; panel += GROUP_PANELS) {
+        int64_t after = panel + GROUP_PANELS;
+        pass.next = (NextWeights){NULL, panel_bytes, panel_bytes, min_i64(GROUP_PANELS, last - after)};
+        if (pass.next.panels > 0) pass.next.at = (const char *)p->matrix->data + after * panel_bytes;
+        switch (last - panel) {
+        case 1: multiply_grouped_rows(dtype, 1, p, &pass, panel); break;
 #if GROUP_PANELS > 1
-        case 2: multiply_grouped_rows(dtype, 2, p, rows, panel); break;
+        case 2: multiply_grouped_rows(dtype, 2, p, &pass, panel); break;
 #endif
-        default: multiply_grouped_rows(dtype, GROUP_PANELS, p, rows, panel);
+        default: multiply_grouped_rows(dtype, GROUP_PANELS, p, &pass, panel);
         }
+        pass.cold = full_blocks(rows, GROUP_ROWS) < 2;
+    }
 }
 
 void multiply_groups(const Product *p, int64_t rows, int64_t first, int64_t last) {
