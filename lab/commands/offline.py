@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ BATCHES = (1, 8, 16, 32, 64)
 CONTEXT = 256  # tokens of each sequence, for timing steps
 COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
+_PAUSE_S = 0.5  # between engines: threads of the one before wait busily, those of Intel's OpenMP for 0.2 s
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _OF_BENCHMARKS = {"M": "D", "R": "D"}  # decoders with experts, and with recurrent layers
 _NAMES = {
@@ -185,6 +187,7 @@ class Bench:
             for engine in found:
                 if engine in unable:
                     continue
+                time.sleep(_PAUSE_S if len(found) > 1 else 0.0)
                 answer = workers[engine].ask(**task)
                 if "unable" in answer:
                     unable[engine] = answer["unable"]

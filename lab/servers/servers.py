@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from lab.bench.peers import Unsupported
+from lab.bench.peers.environments import made
+from lab.bench.peers.vllm_engine import SEQUENCES, prefixed, variables
 from lab.faults.site import Site
-from lab.servers.environments import made, preloaded
 
-SEQUENCES = 64
 SEQUENCE_TOKENS = 2304  # of a prompt and its output, at most
 _START_S = 2400.0  # at a first start vLLM compiles, for some 15 minutes on two busy cores
 _CACHE_GB = 2
@@ -47,14 +45,7 @@ def _triptych(*runtime: str) -> Callable[..., Site]:
 
 def _vllm(name: str, folder: Path, *more: str) -> Site:
     environment = made("vllm")
-    variables = {
-        "LD_PRELOAD": ":".join(map(str, preloaded(environment))),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GB),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    options = ["--model", str(_prefixed(folder)), "--served-model-name", name, "--host", "127.0.0.1"]
+    options = ["--model", str(prefixed(folder)), "--served-model-name", name, "--host", "127.0.0.1"]
     options += ["--dtype", "bfloat16", "--max-num-seqs", str(SEQUENCES)]
     if name.startswith("N"):
         options += ["--runner", "pooling"]
@@ -67,7 +58,7 @@ def _vllm(name: str, folder: Path, *more: str) -> Site:
         program=("-m", "vllm.entrypoints.openai.api_server"),
         ready_path="/health",
         start_s=_START_S,
-        environment=variables,
+        environment=variables(environment, _CACHE_GB),
         every_core=True,
     )
 
@@ -90,21 +81,6 @@ def _llama_cpp(*more: str) -> Callable[[str, Path], Site]:
         return Site(options, executable=executable, program=(), ready_path="/health", start_s=_START_S, every_core=True)
 
     return start
-
-
-def _prefixed(folder: Path) -> Path:
-    """Return a copy of a decoder's folder whose tensors have the `model.` of published checkpoints; others as is."""
-    if _config(folder)["model_type"] != "llama":
-        return folder
-    copy = folder.parent / f"{folder.name}-prefixed"
-    if not (copy / "config.json").exists():
-        copy.mkdir(exist_ok=True)
-        tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-        shutil.copy(folder / "tokenizer.json", copy)
-        (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-        shutil.copy(folder / "config.json", copy)
-    return copy
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from lab.bench.batches import BenchRequest, Scale, Workload, workloads
 from lab.bench.busy import QUIET_CORES, CpuClock, busy_ticks
 from lab.bench.ours import Run
-from lab.bench.peers import PEERS, Unsupported
+from lab.bench.peers import PEERS, Unsupported, environments
 from lab.bench.peers.engine_process import EngineProcess, serve
 from lab.bench.tables import Row, brief, lowest_cosine, row, table
 from lab.commands.main import main
@@ -161,14 +161,32 @@ def test_a_peer_that_is_not_installed_is_named_with_how_to_install_it(
     assert "pip install a-library an-engine" in capsys.readouterr().err
 
 
+def test_a_peer_with_its_own_environment_is_run_by_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = environments.folder("vllm")
+    (own / "bin").mkdir(parents=True)
+    for name in ("made", "libtcmalloc_minimal.so.4", "libiomp5.so"):
+        (own / name).touch()
+    said = 'printf \'{"module": "%s", "within": "%s"}\\n\' $2 $VLLM_ENABLE_V1_MULTIPROCESSING'
+    (own / "bin" / "python").write_text(f"#!/bin/sh\n{said}\nread task\necho $task\n")
+    (own / "bin" / "python").chmod(0o755)
+    worker = EngineProcess("vllm", tmp_path, {"form": "D"})
+    try:
+        assert worker.info == {"module": "lab.bench.peers.engine_process", "within": "0"}
+        assert worker.ask(workload=3) == {"workload": 3}
+    finally:
+        worker.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name in PEERS for model in ("D1", "N1", "E1")])
 def test_an_installed_peer_does_the_work(name: str, model: str, tmp_path: Path) -> None:
     """Lengths are checked by the peers themselves, where they can be other than what was asked."""
     from lab.bench.models import built
 
-    if PEERS[name].missing:
-        pytest.skip(f"not installed: {', '.join(PEERS[name].missing)}")
+    own = PEERS[name].environment
+    if PEERS[name].missing or (own and not (environments.folder(own) / "made").exists()):
+        pytest.skip(f"not installed: {', '.join(PEERS[name].missing) or own}")
     if model[0] not in PEERS[name].forms:
         pytest.skip("not of its forms")
     model = "D2" if name == "llama.cpp" else model

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.bench.peers import environments
 from lab.commands import served
-from lab.servers import environments
 from lab.servers.servers import Server
 from triptych.loadtest.errors import UsageError
 from triptych.loadtest.runs import flags

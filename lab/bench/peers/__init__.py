@@ -35,7 +35,8 @@ class Peer:
 
     module: str  # in this package
     forms: str  # of models: D decoders, E encoder-decoders, S those that read sound, N encoders, V that read pictures
-    packages: tuple[str, ...]  # to install
+    packages: tuple[str, ...] = ()  # to install
+    environment: str | None = None  # its own, which `lab.bench.peers.environments` makes
 
     @property
     def missing(self) -> list[str]:
@@ -55,6 +56,7 @@ PEERS = {
     "llama.cpp": Peer("llama_cpp_server", "D", ("llama-cpp-python", "gguf")),
     "openvino-int8": Peer("ov_int8", "NV", ("openvino", "nncf", "transformers")),
     "onnxruntime-int8": Peer("ort", "N", ("onnxruntime", "onnx", "transformers")),
+    "vllm": Peer("vllm_engine", "DN", environment="vllm"),
 }
 
 

@@ -27,6 +27,8 @@ from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.system.child_process import engine_environment
 
 ANSWER_TIMEOUT_S = 1200.0
+_ROOT = Path(__file__).parents[3]
+_CACHE_GB = 3  # as ours
 _EXIT_TIMEOUT_S = 10.0  # after the end of its input
 
 
@@ -37,12 +39,13 @@ class EngineProcess:
         arguments = json.dumps({"engine": engine, "path": str(path), "settings": settings})
         self._patience = patience
         self._late = False
+        python, variables = _interpreter(engine)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lab.bench.peers.engine_process", arguments],
+            [python, "-m", "lab.bench.peers.engine_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=engine_environment(),  # long spinning of threads would slow peers more
+            env=engine_environment() | variables,  # long spinning of threads would slow peers more
         )
         self.info = self._read()
 
@@ -90,6 +93,21 @@ class EngineProcess:
         code = self._process.wait()
         self.info = {"unable": f"no answer in {self._patience:g} s" if self._late else f"ended with code {code}"}
         return self.info
+
+
+def _interpreter(engine: str) -> tuple[Path, dict[str, str]]:
+    """Return the Python that runs an engine, whose environment is made if missing, and its variables."""
+    from lab.bench.peers import PEERS
+
+    own = PEERS[engine].environment if engine in PEERS else None
+    if own is None:
+        return Path(sys.executable), {}
+    from lab.bench.peers.environments import made
+    from lab.bench.peers.vllm_engine import variables
+
+    environment = made(own)
+    here = {"PYTHONPATH": str(_ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # else other processes would be at work
+    return environment / "bin" / "python", variables(environment, _CACHE_GB) | here
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Environments of other servers, made once in the user's cache: vLLM's packages, and llama.cpp's server built here.
 
-`python -m lab.servers.environments vllm llama.cpp` makes them. The package index, a C++ compiler and CMake are
+`python -m lab.bench.peers.environments vllm llama.cpp` makes them. The package index, a C++ compiler and CMake are
 needed; tcmalloc is taken from Debian's package, unpacked into the environment.
 """
 
@@ -40,11 +40,6 @@ def made(name: str) -> Path:
         {"vllm": _make_vllm, "llama.cpp": _make_llama_cpp}[name](found)
         (found / "made").touch()
     return found
-
-
-def preloaded(environment: Path) -> list[Path]:
-    """Return the libraries that vLLM's documentation says to preload on a CPU."""
-    return [next(environment.rglob(name)) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> None:
