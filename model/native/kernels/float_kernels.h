@@ -44,10 +44,10 @@ typedef struct {
     const char *at;             /* null: there are none */
     int64_t bytes, panel_bytes; /* of a slice; from one to the next */
     int64_t panels;
-} NextWeights;
+} NextPanels;
 
 /* Add part `part` of `parts` of the next weights to what a kernel of `steps` steps asks for. */
-INLINE void add_weights_ahead(const NextWeights *next, int64_t part, int64_t parts, int64_t steps, Ahead *ahead) {
+INLINE void add_weights_ahead(const NextPanels *next, int64_t part, int64_t parts, int64_t steps, Ahead *ahead) {
     int64_t all = next->panels * next->bytes / CACHE_LINE;
     int64_t first = all * part / parts * CACHE_LINE, last = all * (part + 1) / parts * CACHE_LINE;
     for (int64_t i = first / next->bytes; i * next->bytes < last && ahead->count < MOST_AHEAD; i++, ahead->count++) {
@@ -63,7 +63,7 @@ typedef struct {
     int64_t rows, block_rows;
     int64_t steps; /* in k, of a kernel */
     int cold;      /* whether the weights may be in no cache yet, so that the first block asks for them */
-    NextWeights next;
+    NextPanels next;
 } RowPass;
 
 /* How many blocks take a kernel longer than memory takes for the weights: all but small last ones. */

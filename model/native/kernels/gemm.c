@@ -257,7 +257,7 @@ INLINE void multiply_panels(int dtype, const Product *p, int64_t rows, int64_t f
         for (int64_t start = 0; start < k; start += depth) {
             int64_t stop = min_i64(start + depth, k), column = panel * PANEL_WIDTH;
             int64_t after = stop < k ? panel : panel + KERNEL_PANELS, from = stop < k ? stop : 0;
-            NextWeights next = {NULL, (min_i64(from + depth, k) - from) * PANEL_WIDTH * bytes, panel_bytes,
+            NextPanels next = {NULL, (min_i64(from + depth, k) - from) * PANEL_WIDTH * bytes, panel_bytes,
                                 min_i64(KERNEL_PANELS, last - after)};
             if (next.panels > 0) next.at = (const char *)p->matrix->data + after * panel_bytes + from * PANEL_WIDTH * bytes;
             pass.next = next, pass.steps = (stop - start) / (dtype == F32 ? 1 : 4 / bytes);

@@ -230,7 +230,7 @@ INLINE void multiply_grouped_panels(int dtype, const Product *p, int64_t rows, i
     RowPass pass = {.rows = rows, .block_rows = GROUP_ROWS, .steps = panel_bytes / LINE_BYTES, .cold = 1};
     for (int64_t panel = first; panel < last; panel += GROUP_PANELS) {
         int64_t after = panel + GROUP_PANELS;
-        pass.next = (NextWeights){NULL, panel_bytes, panel_bytes, min_i64(GROUP_PANELS, last - after)};
+        pass.next = (NextPanels){NULL, panel_bytes, panel_bytes, min_i64(GROUP_PANELS, last - after)};
         if (pass.next.panels > 0) pass.next.at = (const char *)p->matrix->data + after * panel_bytes;
         switch (last - panel) {
         case 1: multiply_grouped_rows(dtype, 1, p, &pass, panel); break;
