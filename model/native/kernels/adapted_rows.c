@@ -6,7 +6,6 @@
 
 #include "float_kernels.h"
 
-#define MOST_PARTS KERNEL_PANELS /* of the next weights: a kernel asks for a line of them a step then */
 #define MOST_LINES 4 /* of memory that a kernel asks for in one step */
 
 /* What one call of the kernel adds: `count` rows, by panels from `weights` on. */

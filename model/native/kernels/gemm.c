@@ -232,7 +232,7 @@ INLINE void multiply_rows(int dtype, int panels, const Product *p, const RowPass
     Ahead ahead;
     for (int64_t block = 0; t.row < pass->rows; block++, t.row += KERNEL_ROWS) {
         t.cold = pass->cold && !block;
-        t.ahead = asked_ahead(p, pass, column, panels, adapts, block, &ahead);
+        t.ahead = may_ask(pass, block) ? asked_ahead(p, pass, column, panels, adapts, block, &ahead) : NULL;
         if (t.row + KERNEL_ROWS > pass->rows) break;
         kernel(dtype, KERNEL_ROWS, panels, p, t);
     }

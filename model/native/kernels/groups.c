@@ -210,7 +210,7 @@ INLINE void multiply_grouped_rows(int dtype, int panels, const Product *p, const
     Ahead ahead;
     for (int64_t block = 0; t.row < pass->rows; block++, t.row += GROUP_ROWS) {
         t.cold = pass->cold && !block;
-        t.ahead = asked_ahead(p, pass, panel * PANEL_WIDTH, panels, 1, block, &ahead);
+        t.ahead = may_ask(pass, block) ? asked_ahead(p, pass, panel * PANEL_WIDTH, panels, 1, block, &ahead) : NULL;
         if (t.row + GROUP_ROWS > pass->rows) break;
         group_kernel(dtype, GROUP_ROWS, panels, p, t);
     }
