@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -25,12 +26,14 @@ def byte_alphabet() -> dict[str, int]:
 
 # -- The languages of translation models whose published files do not list them, in the order of their token ids.
 
-# `__af__` and so on, after the entries of vocab.json (Fan et al. 2020).
+# `__af__` and so on, after the entries of vocab.json (Fan et al. 2020); by `language_codes`, which of them there are.
+_WMT21_LANGUAGES = "en ha is ja cs ru zh de".split()  # noqa: SIM905 (Tran et al. 2021)
 M2M100_LANGUAGES = """
     af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi hr ht
     hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps
     pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh yi yo zh zu
 """.split()  # noqa: SIM905
+_M2M100_CODES = {"m2m100": M2M100_LANGUAGES, "wmt21": _WMT21_LANGUAGES}
 # The ids that follow those of the pieces (Liu et al. 2020).
 MBART_LANGUAGES = """
     ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM ne_NP
@@ -131,6 +134,7 @@ def _piece_tokenizer(
     """Pieces of the file `model` with their ids, or that of the unknown one; outputs may have other ids."""
     import sentencepiece  # few folders need it
 
+    files.refuse_options("sp_model_kwargs")
     if "<unk>" not in ids:
         raise ConfigError(f"{files.folder.name}: vocab.json has no <unk>")
     if not files.has(model):
@@ -171,10 +175,19 @@ def _marian(files: Files) -> PieceTokenizer:
     return replace(found, prefix=re.compile(r">>.*?<<", re.DOTALL))
 
 
+def m2m100_languages(files: Files) -> list[str]:
+    """Return the tokens of the languages, in the order of their ids. Raises `ConfigError` for an unknown list."""
+    name = files.text("language_codes", "m2m100")
+    if name not in _M2M100_CODES:
+        served = ", ".join(_M2M100_CODES)
+        raise ConfigError(f"{files.folder.name}: language_codes {name!r:.80} is not served; served are {served}")
+    return [f"__{code}__" for code in _M2M100_CODES[name]]
+
+
 def _m2m100(files: Files) -> PieceTokenizer:
     """M2M-100: `__LANGUAGE__ A </s>`; the ids of languages follow those of vocab.json."""
     ids = files.json_vocabulary()
-    languages = [f"__{code}__" for code in M2M100_LANGUAGES]
+    languages = m2m100_languages(files)
     ids |= {language: len(ids) + place for place, language in enumerate(languages)}
     names = {"eos": "</s>", "bos": "<s>", "unk": "<unk>", "pad": "<pad>"}
     specials = [_named(files, f"{name}_token", text) for name, text in names.items()]
@@ -185,9 +198,20 @@ def _m2m100(files: Files) -> PieceTokenizer:
     return _piece_tokenizer(files, "sentencepiece.bpe.model", ids, tokens, source, specials[0].content)
 
 
-# The readers of these classes, and the files that they need.
-PIECE_CLASSES: dict[str, tuple[Callable[[Files], Tokenizer | PieceTokenizer], tuple[str, ...]]] = {
-    "ByT5": (_byt5, ()),
-    "Marian": (_marian, ("source.spm", "vocab.json")),
-    "M2M100": (_m2m100, ("sentencepiece.bpe.model", "vocab.json")),
+class PieceClass(NamedTuple):
+    """A class with files of its own, and its settings in tokenizer_config.json."""
+
+    read: Callable[[Files], Tokenizer | PieceTokenizer]
+    files: tuple[str, ...]
+    settings: frozenset[str]
+
+
+PIECE_CLASSES = {
+    "ByT5": PieceClass(_byt5, (), frozenset({"extra_ids"})),
+    "Marian": PieceClass(_marian, ("source.spm", "vocab.json"), frozenset({"separate_vocabs", "sp_model_kwargs"})),
+    "M2M100": PieceClass(
+        _m2m100,
+        ("sentencepiece.bpe.model", "vocab.json"),
+        frozenset({"src_lang", "language_codes", "sp_model_kwargs"}),
+    ),
 }

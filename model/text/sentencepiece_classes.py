@@ -119,6 +119,7 @@ _PUNCTUATION = Regex(f"[{re.escape(string.punctuation)}]")
 
 def _dress_siglip(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
     """SigLIP's own normalisation, before the model's: no case, no ASCII punctuation, single spaces."""
+    files.refuse_options("sp_model_kwargs")
     lower = [normalizers.Lowercase()] if files.flag("do_lower_case", True) else []
     steps = [normalizers.Replace(SPACE, " "), *lower, normalizers.Replace(_PUNCTUATION, "")]
     # The reference begins with a space, whatever follows; here also what follows a special token that a text spells.
@@ -268,7 +269,7 @@ _ALL = {
         _dress_siglip,
         {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"},
         _around_t5,
-        settings=frozenset({"do_lower_case"}),
+        settings=frozenset({"do_lower_case", "sp_model_kwargs"}),
     ),
     "Albert": TokenizerClass(
         "Unigram",

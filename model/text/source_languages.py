@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from triptych.model.errors import ConfigError
-from triptych.model.text.piece_tokenizers import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES, PieceTokenizer
+from triptych.model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES, PieceTokenizer, m2m100_languages
 from triptych.model.text.tokenizer_class import set_template
 from triptych.model.text.tokenizer_files import Files
 
@@ -47,8 +47,7 @@ def source_languages(tokenizer: tokenizers.Tokenizer | PieceTokenizer, files: Fi
     `ConfigError`.
     """
     if isinstance(tokenizer, PieceTokenizer):  # has its own already
-        texts = (f"__{code}__" for code in M2M100_LANGUAGES)
-        tokens = {text: tokenizer.ids[text] for text in texts if text in tokenizer.ids}
+        tokens = {text: tokenizer.ids[text] for text in m2m100_languages(files) if text in tokenizer.ids}
         return SourceLanguages(tokens, in_front=True) if tokens else None
     name = files.tokenizer_class or {"mbart": "MBart"}.get(files.model_type, "")
     if name == "Nllb":

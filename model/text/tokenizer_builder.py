@@ -83,15 +83,15 @@ def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
     Raises `ConfigError` for files that are damaged or of a class that is not known.
     """
     folder, name = files.folder, class_of_older_files(files)
-    if name in PIECE_CLASSES and files.has(*PIECE_CLASSES[name][1]):
-        return _with_added(PIECE_CLASSES[name][0](files), files)
+    if name in PIECE_CLASSES and files.has(*PIECE_CLASSES[name].files):
+        return _with_added(PIECE_CLASSES[name].read(files), files)
     if files.loaded is not None:
         return _over_json(files.loaded, files)
     marks = ("vocab.txt", "vocab.json", "source.spm", *SENTENCEPIECE_NAMES)
     if not any(files.has(mark) for mark in marks):
         return None
     if name in PIECE_CLASSES:
-        return _with_added(PIECE_CLASSES[name][0](files), files)
+        return _with_added(PIECE_CLASSES[name].read(files), files)
     if name not in CLASSES:
         raise ConfigError(
             f"{folder.name}: a tokenizer of class {files.tokenizer_class or files.model_type!r} needs tokenizer.json; "

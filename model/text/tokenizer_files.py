@@ -73,6 +73,11 @@ class Files:
             raise self._wrong(name, f"an integer from 0 to {_MAX_COUNT}", found)
         return found
 
+    def refuse_options(self, name: str) -> None:
+        """Raise `ConfigError` for a setting of further options that is not empty."""
+        if found := self.setting(name, {}):
+            raise self._wrong(name, "empty", found)
+
     def _wrong(self, name: str, expected: str, found: Any) -> ConfigError:
         return ConfigError(f"{self.folder.name}: tokenizer_config.json: {name} must be {expected}, found {found!r:.80}")
 

@@ -114,12 +114,12 @@ def _tokenizers() -> str:
 
 
 def _settings(name: str) -> Iterable[str]:
-    return CLASSES[name].settings if name in CLASSES else ()
+    return (CLASSES[name] if name in CLASSES else PIECE_CLASSES[name]).settings
 
 
 def _files(name: str) -> str:
     if name in PIECE_CLASSES:
-        needed = PIECE_CLASSES[name][1]
+        needed = PIECE_CLASSES[name].files
         more = [file for file in library_files(name) if file not in needed]
         return (_names(needed) or "none") + (f"; {_names(more)} where they are there" if more else "")
     files = CLASSES[name].files

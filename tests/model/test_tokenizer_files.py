@@ -220,6 +220,18 @@ def test_a_source_is_marked_with_any_language(root: Path, name: str) -> None:
     sources(made(root, name), LANGUAGES[name], 100)
 
 
+def test_the_languages_of_wmt21_follow_the_vocabulary(tmp_path: Path) -> None:
+    """Its models have fewer than M2M-100, whose tokenizer they use, and so other ids (facebook/wmt21-dense-24-wide)."""
+    folder, codes = write_folder("m2m-100", tmp_path / "model"), ["en", "ha", "is", "ja", "cs", "ru", "zh", "de"]
+    tokens = {"additional_special_tokens": [f"__{code}__" for code in codes]}
+    settings = {"tokenizer_class": "M2M100Tokenizer", "language_codes": "wmt21", "src_lang": "is", **tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    sources(folder, "ha", 50)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None and tokenizer.source_languages is not None
+    assert tokenizer.source_languages.codes == codes
+
+
 @pytest.mark.parametrize(("name", "settings"), [("mbart", {}), ("mbart-50", {}), ("nllb", {}), ("nllb", LEGACY)])
 def test_tokenizer_json_has_the_template_of_its_class(
     root: Path, name: str, settings: dict[str, Any], tmp_path: Path
@@ -291,6 +303,9 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
         ("marian", "vocab.json", b'{"a": 0}', r"vocab\.json has no <unk>"),
         ("m2m-100", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
         ("mbart", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
+        ("m2m-100", "tokenizer_config.json", b'{"language_codes": "x"}', "'x' is not served; served are m2m100, wmt21"),
+        ("marian", "tokenizer_config.json", b'{"sp_model_kwargs": {"alpha": 1}}', "sp_model_kwargs must be empty"),
+        ("siglip", "tokenizer_config.json", b'{"sp_model_kwargs": {"alpha": 1}}', "sp_model_kwargs must be empty"),
         ("gpt2", "merges.txt", b"a b c\n", r"merges\.txt must have two tokens in a line"),
         ("gpt2", "merges.txt", b"q qqqq\n", r"vocab\.json and merges\.txt do not fit"),
         ("gpt2", "vocab.json", b'{"a": "b"}', r"vocab\.json must map tokens to ids"),

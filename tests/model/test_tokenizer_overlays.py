@@ -23,6 +23,7 @@ from triptych.model.errors import ConfigError, TokenizerError
 from triptych.model.text import tokenizer_class
 from triptych.model.text.decoders import StreamCleaner, clean_up
 from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.piece_tokenizers import PIECE_CLASSES
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.model.text.tokenizer_builder import CLASSES
 from triptych.model.text.tokenizer_class import HARMLESS, SERVED, class_over_json
@@ -260,6 +261,18 @@ def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
     other = {"mask_token_sent", "wordpieces_prefix"} | ({"keep_accents"} if name == "XLNet" else set())
     assert taken <= CLASSES[name].settings | SERVED | HARMLESS | other
     assert CLASSES[name].settings <= taken
+
+
+@pytest.mark.parametrize("name", sorted({*PIECE_CLASSES, "Esm", "Siglip"}))
+def test_every_parameter_of_a_class_in_python_is_served_or_harmless(name: str) -> None:
+    made = tokenization_auto.tokenizer_class_from_name(f"{name}Tokenizer")
+    given = inspect.signature(made.__init__).parameters
+    taken = {one for one in given if not one.endswith("_token") and one not in ("self", "args", "kwargs")}
+    settings = (CLASSES[name] if name in CLASSES else PIECE_CLASSES[name]).settings
+    # Files, a length, and names of languages that only sacremoses looks at.
+    other = {"source_spm", "target_spm", "target_vocab_file", "model_max_length", "source_lang", "target_lang"}
+    assert taken <= settings | SERVED | HARMLESS | other | {"num_madeup_words"}
+    assert settings <= taken
 
 
 @pytest.mark.parametrize(
