@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from triptych.model.checkpoint.json_files import read_json_value
-from triptych.model.errors import ConfigError, listed
+from triptych.model.checkpoint.json_files import read_json, read_json_value
+from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.system.folder_files import has_file
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -152,7 +152,7 @@ def _transformer(kind: str, texts: dict[str, Any]) -> str:
     if kind != "Transformer":
         return kind
     if task not in _TASKS:
-        raise ConfigError(f"sentence_bert_config.json: transformer_task {task!r} is not served")
+        raise ConfigError(f"{NETWORK}: transformer_task {task!r} is not served")
     return _TASKS[task]
 
 
@@ -217,6 +217,55 @@ def _dense(config: dict[str, Any], folder: str, size: int) -> Any:
 # that no version of the library writes are named in a warning, as those that it computes with and we do not.
 
 MODEL, NETWORK = "config_sentence_transformers.json", "sentence_bert_config.json"
+
+# The names that the second file had by the network's type; the first that a folder has counts.
+_FORMER = [
+    f"sentence_{kind}_config.json" for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+
+
+def read_network_settings(network: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of the first module, and the name of the file that has them."""
+    found = ((read_json(network / name), name) for name in (NETWORK, *_FORMER))
+    return next((one for one in found if one[0]), ({}, NETWORK))
+
+
+_JOINT_TYPES = ("clip", "siglip", "siglip2")
+
+
+def check_text_output(texts: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` where the first module returns something else of texts than its task does by default."""
+    text = (texts.get("modality_config") or {}).get("text")
+    if text is None or (text["method"] == "get_text_features" and raw.get("model_type") in _JOINT_TYPES):
+        return
+    task = texts.get("transformer_task", "feature-extraction")
+    usual = "last_hidden_state" if task == "feature-extraction" else "logits"
+    if text["method"] != "forward" or text["method_output_name"] not in (usual, [usual]):
+        found = f"{shown(text['method_output_name'])} of {shown(text['method'])}"
+        raise ConfigError(f"{where}: modality_config.text is {found}, not served; served is {usual!r} of forward")
+
+
+# Arguments of the tokenizer in `processing_kwargs` that change no ids of a text that fits, or are of a batch.
+_OF_BATCHES = {"padding", "padding_side", "pad_to_multiple_of", "truncation", "logits_to_keep", "verbose"}
+_OF_BATCHES |= {"return_tensors", "return_attention_mask", "return_length"}
+
+
+def tokenizer_arguments(texts: Mapping[str, Any], where: str) -> tuple[int | None, bool, list[str]]:
+    """Return the most tokens of a text, whether special ones are added, and a warning for other `processing_kwargs`.
+
+    Raises `ConfigError` for values of a wrong type.
+    """
+    given = texts.get("processing_kwargs") or {}
+    found = {**(given.get("text") or {}), **(given.get("common") or {})}
+    length, special = found.pop("max_length", None), found.pop("add_special_tokens", True)
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(f"{where}: processing_kwargs: max_length must be a whole number, found {shown(length)}")
+    if type(special) is not bool:
+        value = shown(special)
+        raise ConfigError(f"{where}: processing_kwargs: add_special_tokens must be true or false, found {value}")
+    left = sorted(found.keys() - _OF_BATCHES)
+    ignored = [f"{where}: processing_kwargs that are not applied: {listed(left)}"] if left else []
+    return length, special, ignored
 
 
 class Fate(StrEnum):

@@ -22,11 +22,14 @@ from triptych.model.checkpoint.sentence_modules import (
     DenseConfig,
     UnitLength,
     VectorStep,
+    check_text_output,
     key_warnings,
     network_folder,
     read_modules,
+    read_network_settings,
     read_step,
     refuse_multi_vector,
+    tokenizer_arguments,
 )
 from triptych.model.checkpoint.state_dict import read_state_dict
 from triptych.model.errors import ConfigError, shown
@@ -185,13 +188,15 @@ def read_sentence_settings(
 
 def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) -> SentenceSettings:
     names, network = read_json(path / MODEL), path / network_folder(path)
-    texts = read_json(network / NETWORK)
+    texts, where = read_network_settings(network)
+    check_text_output(texts, raw, where)
+    longest, special, ignored = tokenizer_arguments(texts, where)
     refuse_multi_vector(found=names.get("model_type") == "MultiVectorEncoder" and "query_prefix" not in names)
     prompts = (raw.get("task_instructions") or {}) | (names.get("prompts") or {})
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ConfigError(f"default_prompt_name {default!r} is none of its prompts")
-    warnings = [*key_warnings(MODEL, MODEL, names), *key_warnings(NETWORK, NETWORK, texts)]
+    warnings = [*key_warnings(MODEL, MODEL, names), *key_warnings(where, NETWORK, texts), *ignored]
     if not pickle:
         refused = [name for name in (SPARSE, COLBERT) if (path / name).is_file()]
         warnings += [f"{', '.join(refused)}: not read, as --no-pickle says"] if refused else []
@@ -230,14 +235,15 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         steps=tuple(steps) if pooling else (),
         normalize=normalize,
         truncate_dim=_count(names, "truncate_dim"),
-        max_tokens=texts.get("max_seq_length") or _tokenizer_length(path, network),
+        special_tokens=special,
+        max_tokens=longest or texts.get("max_seq_length") or _tokenizer_length(path, network),
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=dict(prompts),
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
         splade=replace(splade, most_entries=_count(names, "max_active_dims") or 0),
         score_tokens=score_tokens,
-        messages=_messages(texts, "sentence_bert_config.json"),
+        messages=_messages(texts, where),
         activation=_activation(names, raw),
         token_weight=_linear(path, SPARSE, hidden_size, pickle=pickle),
         warnings=tuple(warnings),
@@ -343,13 +349,13 @@ def _splade(config: dict[str, Any], where: str) -> SpladeSettings:
 
 
 def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:
-    """The modes by `pooling_mode`, or by the switches `pooling_mode_NAME_tokens` of older folders."""
+    """The modes by `pooling_mode`, or by the switches `pooling_mode_NAME_tokens` of older folders; the mean without."""
     named = config.get("pooling_mode")
     if named is not None:
         modes = [named] if isinstance(named, str) else list(named)
     else:
         switches = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
-        modes = [name.removeprefix("pooling_mode_").removesuffix("_token") for name in switches]
+        modes = [name.removeprefix("pooling_mode_").removesuffix("_token") for name in switches] or ["mean"]
     modes = [mode.removesuffix("_tokens") for mode in modes]
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown or not modes:

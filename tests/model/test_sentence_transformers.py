@@ -103,6 +103,7 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
         {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
         lambda h: torch.cat((h[0], h.mean(0))),
     ),
+    "all off": ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": False}, lambda h: h.mean(0)),
     "named": ({"pooling_mode": "max"}, lambda h: h.max(0).values),
     "named two": ({"pooling_mode": ["mean", "cls"]}, lambda h: torch.cat((h.mean(0), h[0]))),
 }
@@ -195,11 +196,43 @@ def test_the_length_may_be_the_tokenizers(plain: Path, tmp_path: Path) -> None:
     assert length(tokenizer_config={"model_max_length": 7}) == 7
     assert length(tokenizer_config={"model_max_length": 7}, sentence_bert_config={"max_seq_length": 5}) == 5
     assert length(tokenizer_config={"model_max_length": 10**30}) is None
+    text = {"processing_kwargs": {"text": {"max_length": 6}}, "max_seq_length": 9}
+    assert length(sentence_bert_config=text) == 6
     (plain / "tokenizer_config.json").write_text('{"model_max_length": 7}')
     try:
         assert read_checkpoint(plain).sentences.max_tokens is None
     finally:
         (plain / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_the_settings_of_the_network_may_have_the_name_of_its_type(name: str, plain: Path, tmp_path: Path) -> None:
+    """So it is in folders of the first versions; the file that later versions write holds where both are there."""
+    settings = {"max_seq_length": 12, "do_lower_case": True, "colour": "red"}
+    folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], **{f"sentence_{name}_config": settings})
+    found = read_checkpoint(folder).sentences
+    assert (found.max_tokens, found.lower_case) == (12, True)
+    assert found.warnings == (f"sentence_{name}_config.json: keys that are not applied: colour",)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    found = read_checkpoint(folder).sentences
+    assert (found.max_tokens, found.lower_case) == (7, False)
+
+
+def test_arguments_of_the_tokenizer_are_applied_or_told(plain: Path, tmp_path: Path) -> None:
+    arguments = {"text": {"add_special_tokens": True, "stride": 3}, "common": {"add_special_tokens": False}}
+    arguments["text"] |= {"padding": "max_length", "truncation": False}
+    settings = {"processing_kwargs": arguments, **_text("forward", "last_hidden_state")}
+    folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], sentence_bert_config=settings)
+    assert read_checkpoint(folder).sentences.warnings == (
+        "sentence_bert_config.json: processing_kwargs that are not applied: stride",
+    )
+    tokenizer, network = Tokenizer.from_folder(plain), transformers.AutoModel.from_pretrained(plain).float().eval()
+    assert tokenizer is not None
+    for text, found in zip(TEXTS, encoded(folder), strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids != tokenizer.encode(text).ids
+        with torch.no_grad():
+            assert_close(found, network(torch.tensor([ids])).last_hidden_state[0].mean(0))
 
 
 def test_a_sparse_encoder_of_version_6_is_told_by_its_task(plain: Path, tmp_path: Path) -> None:
@@ -228,6 +261,11 @@ def test_other_encoders_are_pooled_likewise(kind: str, tmp_path: Path) -> None:
             assert_close(found, torch.nn.functional.normalize(expected(one), dim=0))
 
 
+def _text(method: str, output: object) -> dict[str, Any]:
+    """Return what a folder of sentence-transformers 6 says of what the network returns of texts."""
+    return {"modality_config": {"text": {"method": method, "method_output_name": output}}}
+
+
 def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
     assert read_checkpoint(plain).sentences.pooling == (Pooling.MEAN,)
 
@@ -236,7 +274,7 @@ def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
     ("change", "message"),
     [
         ({"pooling": {"pooling_mode_median_tokens": True}}, "pooling must be one or more of .*, found median"),
-        ({"pooling": {}}, "found none"),
+        ({"pooling": {"pooling_mode": []}}, "found none"),
         ({"modules": ["Pooling"]}, "order Transformer, Pooling, Pooling; served are"),
         ({"modules": ["LSTM"]}, r"modules\.json has LSTM \(a recurrent network over .*\); served are"),
         ({"modules": ["SpladePooling"]}, "must have MLMTransformer, SpladePooling, has Transformer, Pooling"),
@@ -249,6 +287,11 @@ def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
         ({"dense": {"in_features": 32, "out_features": 4}}, r"no model\.safetensors and no pytorch_model\.bin"),
         ({"dense": {"out_features": 4}}, r"a module's config\.json is malformed"),
         ({"sentence_bert_config": {"transformer_task": "any-to-any"}}, "transformer_task 'any-to-any' is not served"),
+        ({"sentence_bert_config": _text("forward", ["hidden_states", -2])}, r"\[.hidden_states., -2\] of .forward.,"),
+        ({"sentence_bert_config": _text("forward", "pooler_output")}, "served is .last_hidden_state. of forward"),
+        ({"sentence_bert_config": _text("get_text_features", "pooler_output")}, ".pooler_output. of .get_text_feat"),
+        ({"sentence_bert_config": {"processing_kwargs": {"text": {"max_length": "8"}}}}, "max_length must be a whole"),
+        ({"sentence_bert_config": {"processing_kwargs": {"text": {"add_special_tokens": 0}}}}, "must be true or false"),
         ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "'x' is none of its prompts"),
     ],
 )
