@@ -183,7 +183,7 @@ class LLM:
             prompt, pictures = shown.put(place, prompt) if shown is not None else (prompt, [])
             request = self._request(place, prompt, params, source, begin)
             spans = shown.spans(place, request.prompt_token_ids, pictures) if shown is not None else ()
-            requests.append(replace(request, model=self._named(lora), images=spans))
+            requests.append(replace(request, model=self._named(lora), images=spans, num_forced=len(target)))
         with self._turns.one():
             try:
                 for request in requests:

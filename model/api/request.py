@@ -217,6 +217,7 @@ class Request:
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps short
     prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
     continued: tuple[int, int] | None = None  # the part of prompt or source that the output continues; None: the whole
+    num_forced: int = 0  # last tokens of the prompt that count as output where beams are compared: a target language
     keeps_source: bool = (
         False  # requests with the same source and salt follow: its encoding stays cached after this one
     )

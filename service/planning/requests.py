@@ -115,6 +115,7 @@ def _request(
         prediction=tokens.prediction,
         tenant=tenant_id(),
         continued=(begin, end) if end - begin < len(ids) else None,
+        num_forced=len(checked.forced_tokens) if encodes and checked.decoder_prompt is None else 0,
     )
 
 

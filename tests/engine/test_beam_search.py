@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
 
 
 @torch.inference_mode()
-def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list[int], float]]:
+def theirs(kind: str, request: Request, eos: tuple[int, ...], **more: int) -> list[tuple[list[int], float]]:
     """Return the sequences (without padding) and scores of `transformers`' beam search, best first."""
     params = request.params
     model = saved(kind).reference
@@ -51,6 +52,7 @@ def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list
         "no_repeat_ngram_size": params.no_repeat_ngram_size,
         "repetition_penalty": params.repetition_penalty,
         "min_new_tokens": params.min_tokens,
+        **more,
     }
     if request.source is not None:
         settings["decoder_start_token_id"] = START
@@ -98,6 +100,27 @@ def test_sequences_and_scores_are_transformers(kind: str, settings: dict[str, An
     engine.run()
     for request in requests:
         check(ours(engine.outputs, request.request_id), theirs(kind, request, EOS))
+
+
+LANGUAGE = 40
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:4], ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
+@pytest.mark.parametrize("kind", ["m2m-100", "mbart"])
+def test_a_forced_language_counts_where_hypotheses_are_compared(kind: str, settings: dict[str, Any]) -> None:
+    """`transformers` generates it, so their lengths have one token more than what follows it."""
+    engine = running(kind)
+    engine.engine.eos_token_ids = EOS
+    requests = []
+    for length in (5, 11):
+        one = asked(kind, f"r{length}", length, **settings)
+        params = replace(one.params, max_tokens=MAX_TOKENS - 1)
+        requests.append(replace(one, prompt_token_ids=(START, LANGUAGE), params=params, num_forced=1))
+        engine.engine.add(requests[-1])
+    engine.run()
+    for request in requests:
+        expected = theirs(kind, request, EOS, forced_bos_token_id=LANGUAGE)
+        check(ours(engine.outputs, request.request_id), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -93,6 +93,10 @@ def test_languages_by_tokens(url: str, models: dict[str, Model], kind: str, sour
     assert other.translation_text == reference(models[kind], TEXT, target, source, max_length=12)
     new = asks.translation(TEXT, src_lang=source, tgt_lang=target, generate_parameters={"max_new_tokens": 7})
     assert new.translation_text == reference(models[kind], TEXT, source, target, max_new_tokens=7)
+    for options in ({"num_beams": 4, "length_penalty": 3.0}, {"num_beams": 3, "length_penalty": -2.0}):
+        asked = {"max_length": 12, **options}
+        beams = asks.translation(TEXT, src_lang=source, tgt_lang=target, generate_parameters=asked)
+        assert beams.translation_text == reference(models[kind], TEXT, source, target, **asked)
 
 
 def test_languages_by_a_task(url: str, models: dict[str, Model]) -> None:

@@ -31,6 +31,7 @@ class BeamSearch:
     early_stopping: bool | str  # True: as soon as there are enough; "never": only when none can get better
     max_tokens: int
     stop_token_ids: frozenset[int]
+    num_forced: int = 0  # tokens before the output that the lengths count too: the reference generates a language
     scores: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, best first
     cumulative_logprobs: list[float] = field(default_factory=lambda: [0.0])  # of the same, as in a `Hypothesis`
     finished: list[Hypothesis] = field(default_factory=list)  # best first, at most num_beams
@@ -70,7 +71,7 @@ class BeamSearch:
         running = [at for at, end in enumerate(ends) if not end][: self.num_beams]
         for (score, beam, token, _), total, end in list(zip(ranked, sums, ends, strict=True))[: self.num_beams]:
             if end:
-                self._finish(score, length, (*outputs[beam], token), total)
+                self._finish(score, length + self.num_forced, (*outputs[beam], token), total)
         self.scores = [ranked[at][0] for at in running]
         self.cumulative_logprobs = [sums[at] for at in running]
         self.done = not running or self._is_over(length)
@@ -92,7 +93,7 @@ class BeamSearch:
         if self.early_stopping is True:
             return True
         hopeful = self.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
-        return self.scores[0] / hopeful**self.length_penalty <= self.finished[-1].score
+        return self.scores[0] / (hopeful + self.num_forced) ** self.length_penalty <= self.finished[-1].score
 
     def best(self, outputs: Sequence[Sequence[int]]) -> list[Hypothesis]:
         """What there is by now: hypotheses, or else the running beams as they are."""

@@ -139,6 +139,7 @@ class SequenceState:
             early_stopping=params.early_stopping,
             max_tokens=params.max_tokens,
             stop_token_ids=self.stop_token_ids,
+            num_forced=self.request.num_forced,
         )
         self.beams = Beams(search, [self])
         return self
