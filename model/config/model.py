@@ -231,6 +231,8 @@ class ClassifierConfig:
     spans: bool = False  # its two labels are the first and the last token of an answer
     tokens: tuple[int, ...] = ()  # a label's score is that token's logit, less that of a second token (LogitScore)
     tied: bool = False  # these tokens' rows are those of the token table
+    wraps: bool = False  # the decoder begins with the last token of the source, not with its start token (mBART)
+    entailment: int | None = None  # the label of a text that follows from the other; None: there is none
 
     def __post_init__(self) -> None:
         if self.tokens and (len(self.labels) != 1 or len(self.tokens) > 2 or self.bias or self.dense is not None):
@@ -350,6 +352,11 @@ class ModelConfig:
         tower = None if self.pictures is None else self.pictures.tower
         named = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision, "tower": tower}
         return {name: stack for name, stack in named.items() if stack is not None}
+
+    @property
+    def source_padding(self) -> int | None:
+        """The token of a source that has no position, as it fills texts up; None: each token has one."""
+        return self.text_stack.position.padding
 
     @property
     def source_positions(self) -> int | None:

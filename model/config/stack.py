@@ -43,6 +43,7 @@ class PositionConfig:
     interleaved: bool = False  # sinusoidal: sine and cosine in turn, as the paper has it, not in halves
     inclusive: bool = False  # sinusoidal: wavelengths end at exactly 10000 (fairseq), not one step before
     every_layer: bool = False  # added before every layer, not only before the first
+    padding: int | None = None  # a token that has none: it gets the row before the first, and does not count (RoBERTa)
 
     def __post_init__(self) -> None:
         if self.kind is PositionKind.LEARNED:

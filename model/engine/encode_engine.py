@@ -408,15 +408,21 @@ class EncodeEngine:
     def _decoder_input(
         self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
     ) -> tuple[StackInput, CrossInput]:
-        """Return the decoder's start token and the inputs without their last tokens, and the encoder's states."""
-        start = self.model.config.decoder_start_token_id
-        assert start is not None
-        shifted = [(start, *request.source.token_ids[:-1]) for request in requests]
+        """Return what the decoder begins with and the inputs without their last tokens, and the encoder's states."""
+        shifted = [(self._begin(ids), *ids[:-1]) for ids in (request.source.token_ids for request in requests)]
         lengths = tuple(map(len, shifted))
         metadata = AttentionMetadata(lengths, lengths, causal=False, device=self.device)
         adapters = self._lora_runs(requests)  # as many rows as the inputs have
         inputs = replace(packed_input(shifted, self.device, causal=True), adapters=adapters)
         return inputs, CrossInput(metadata, torch.cat(list(hidden)).to(self.model.dtype), adapters=adapters)
+
+    def _begin(self, ids: Sequence[int]) -> int:
+        """Return the decoder's start token, or the last token of a source that is not padding: its language (mBART)."""
+        config = self.model.config
+        assert config.classifier is not None and config.decoder_start_token_id is not None
+        if not config.classifier.wraps:
+            return config.decoder_start_token_id
+        return next((token for token in reversed(ids) if token != config.pad_token_id), ids[-1])
 
     def probe(self) -> None:
         """Run the smallest possible forward pass."""
@@ -424,7 +430,8 @@ class EncodeEngine:
 
     def _pack(self, batch: Sequence[EncodeRequest]) -> StackInput:
         causal = self.model.encoder is None and not self._by_vision(batch[0])
-        inputs = source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
+        sources, padding = [request.source for request in batch], self.model.config.source_padding
+        inputs = source_input(sources, self.device, causal=causal, images=self._images, padding=padding)
         if self._adapters is not None:
             chosen = self._adapters.of_segments([one.adapter for one in batch], map(self._length, batch))
             inputs = replace(inputs, adapters=chosen)

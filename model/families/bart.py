@@ -126,8 +126,11 @@ def marian(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build M2M-100: positions start at the padding id + 1; the sinusoids' longest wavelength is exactly 10000."""
     raw = raw.otherwise(pad_token_id=1, scale_embedding=True, activation_function="relu")
-    offset = raw["pad_token_id"] + 1
-    return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)
+    padding = raw["pad_token_id"]
+    model = config(raw, names, offset=padding + 1, inclusive=True, pre_norm=True, head_bias=False)
+    assert model.encoder is not None
+    position = replace(model.encoder.position, padding=padding)
+    return replace(model, encoder=replace(model.encoder, position=position))
 
 
 def blenderbot(raw: Settings, names: Collection[str] | None) -> ModelConfig:

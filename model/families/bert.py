@@ -68,7 +68,7 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert base.encoder is not None and base.pad_token_id is not None
     offset = base.pad_token_id + 1
     longest = raw["max_position_embeddings"] - offset
-    position = replace(base.encoder.position, max_positions=longest, offset=offset)
+    position = replace(base.encoder.position, max_positions=longest, offset=offset, padding=base.pad_token_id)
     head = base.masked_head and replace(base.masked_head, activation=Activation.GELU)
     encoder = replace(base.encoder, position=position)
     return replace(base, encoder=encoder, max_positions=longest, masked_head=head)

@@ -126,7 +126,7 @@ def esm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     position = PositionConfig()
     if turning is None:
         longest -= offset
-        position = PositionConfig(PositionKind.LEARNED, max_positions=longest, offset=offset)
+        position = PositionConfig(PositionKind.LEARNED, max_positions=longest, offset=offset, padding=base.pad_token_id)
     encoder = replace(
         encoder,
         position=position,

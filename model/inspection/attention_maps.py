@@ -82,7 +82,9 @@ def attention_maps(path: Path, text: str) -> list[AttentionMap]:
     if model.encoder is None:
         model.decode(packed_input([encoded.ids], _CPU, causal=True))
         return [AttentionMap("decoder", torch.stack(backend.take_recorded()), names, names)]
-    encoder_output = model.encode(packed_input([encoded.ids], _CPU, causal=False, token_types=[encoded.type_ids]))
+    types, padding = [encoded.type_ids], model.config.source_padding
+    read = packed_input([encoded.ids], _CPU, causal=False, token_types=types, padding=padding)
+    encoder_output = model.encode(read)
     maps = [AttentionMap("encoder", torch.stack(backend.take_recorded()), names, names)]
     if model.decoder is not None:
         maps += _decoder_maps(model, backend, encoder_output, names, tokenizer)

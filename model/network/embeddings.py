@@ -47,13 +47,15 @@ class SinusoidalPositions(nn.Module):
         # The inclusive variant spreads as many frequencies from 1 to exactly 1 / 10000.
         half = size // 2
         self.base = 10_000.0 ** (half / (half - 1)) if config.inclusive else 10_000.0
+        self.pads = config.padding is not None  # a position of -1 is none
         self.size = size
 
     def forward(self, positions: Tensor) -> Tensor:
         frequencies = inverse_frequencies(self.base, self.size, positions.device)
         angles = (positions + self.offset)[:, None] * frequencies  # [T, E / 2]
         pair = (angles.sin(), angles.cos())
-        return (torch.stack(pair, dim=-1).flatten(1) if self.interleaved else torch.cat(pair, dim=-1)).float()
+        found = (torch.stack(pair, dim=-1).flatten(1) if self.interleaved else torch.cat(pair, dim=-1)).float()
+        return found.masked_fill((positions < 0)[:, None], 0.0) if self.pads else found
 
 
 class TokenTable(nn.Embedding):

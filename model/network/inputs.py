@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.model.attention.base import AttentionBackend, AttentionMetadata
@@ -101,20 +102,40 @@ def packed_input(
     *,
     causal: bool,
     token_types: Sequence[Sequence[int]] | None = None,
+    padding: int | None = None,
 ) -> StackInput:
-    """Whole segments, one after the other, attending to themselves without a cache."""
+    """Whole segments, one after the other, attending to themselves without a cache.
+
+    `padding` is a token without a position.
+    """
     lens = tuple(map(len, segments))
 
-    def flat(rows: Sequence[Sequence[int]]) -> Tensor:
-        return to_device(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
+    def flat(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        return np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))
 
-    types = flat(token_types) if token_types is not None else None
+    def moved(values: NDArray[np.int64]) -> Tensor:
+        return to_device(torch.from_numpy(values), device)
+
+    ids = flat(segments)
     return StackInput(
-        input_ids=flat(segments),
-        positions=flat([range(length) for length in lens]),
+        input_ids=moved(ids),
+        positions=moved(positions_of(ids, lens, padding)),
         metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
-        token_types=types,
+        token_types=moved(flat(token_types)) if token_types is not None else None,
     )
+
+
+def positions_of(ids: NDArray[np.int64], lens: Sequence[int], padding: int | None) -> NDArray[np.int64]:
+    """Return the places of the rows `[T]` in their segments; of `padding` -1, which the rows after it do not count."""
+    lengths = np.array(lens, np.int64)
+    starts = lengths.cumsum() - lengths
+    places = np.arange(len(ids)) - starts.repeat(lengths)
+    if padding is None or not (absent := ids == padding).any():
+        return places
+    counted = absent.cumsum()
+    places -= counted - (counted[starts] - absent[starts]).repeat(lengths)
+    places[absent] = -1
+    return places
 
 
 # -- What the layers of a stack share in one step: the rows' metadata, and positions that are computed once.

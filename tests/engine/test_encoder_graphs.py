@@ -253,6 +253,8 @@ def test_a_row_holds_texts_and_one_segment_of_padding() -> None:
     assert fields.contexts.tolist() == [3, 3, 3, 2, 2] + [0] * 11
     assert fields.starts.tolist() == [0, 3, 5, 5, 5, 16]
     assert fields.lengths.tolist() == [3, 2, 0, 0, 0]
+    row = pack_texts(size, [token_source((5, 6, 7)), token_source((6, 9))], padding=6)
+    assert size.split(row).positions.tolist() == [0, -1, 1, -1, 0] + [0] * 11
 
 
 def test_sizes_are_those_of_one_text_of_few_and_of_many() -> None:

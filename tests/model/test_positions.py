@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
+from tests.model.checkpoints import CPU, loaded, prompt, saved
+from triptych.model.api.request import token_source
 from triptych.model.attention.base import AttentionMetadata, SegmentGroup
 from triptych.model.config.attention import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
 from triptych.model.config.stack import PositionConfig, PositionKind
+from triptych.model.engine.execution.sources import source_input
 from triptych.model.network.disentangled import relative_rows
 from triptych.model.network.embeddings import LearnedPositions, SinusoidalPositions
 from triptych.model.network.fused_ops import rotary_tables
@@ -133,3 +136,24 @@ def test_a_step_bias_makes_one_table_by_distance_where_its_bias_has_one() -> Non
     step = StepBias(bias)
     assert step.by_distance() is step.by_distance()
     assert StepBias(lambda query, key, group: query).by_distance() is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("roberta", "camembert", "xlm-roberta-xl", "mpnet", "data2vec-text", "roberta-prelayernorm", "esm-learned"),
+        *("m2m-100", "m2m-100-other-pad"),
+        *("bert", "esm", "jina-v3", "bart"),  # where it is a token like others
+    ],
+)
+@torch.inference_mode()
+def test_padding_in_a_text_has_the_position_that_transformers_gives_it(kind: str) -> None:
+    """A text that spells `<pad>` has it: RoBERTa and its like count the other tokens alone."""
+    model, reference = loaded(kind), saved(kind).reference
+    pad = reference.config.pad_token_id
+    texts = [(5, 6, pad, 7, 8), (pad, 9), prompt(6), (8, 9, pad, pad)]
+    inputs = source_input([token_source(ids) for ids in texts], CPU, padding=model.config.source_padding)
+    encoder = reference.get_encoder() if model.decoder is not None else reference
+    for ids, found in zip(texts, model.encode(inputs).split([len(ids) for ids in texts]), strict=True):
+        expected = encoder(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -28,7 +28,7 @@ from triptych.model.config.layer import ExpertsConfig
 from triptych.model.config.model import ModelConfig
 from triptych.model.engine.execution.cuda_graphs import Recorder
 from triptych.model.engine.execution.sources import blank_source, features_of
-from triptych.model.network.inputs import StackInput
+from triptych.model.network.inputs import StackInput, positions_of
 from triptych.model.network.parameter_counts import parameters_by_part
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work
@@ -118,7 +118,8 @@ class EncoderGraphs:
 
     def run(self, size: BatchSize, sources: Sequence[Source]) -> Tensor:
         """Return the hidden states `[tokens, d]` of texts that fit into `size`; they are valid until the next run."""
-        row = pack_texts(size, sources, pinned=self._device.type == "cuda")
+        padding = self._model.config.source_padding
+        row = pack_texts(size, sources, pinned=self._device.type == "cuda", padding=padding)
         self._row[: size.integers].copy_(row, non_blocking=True)
         if self._features is not None:
             self._features[: len(sources)].copy_(features_of(sources, self._device, self._images))
@@ -159,8 +160,13 @@ class EncoderGraphs:
         )
 
 
-def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = False) -> Tensor:
-    """Pack texts that fit into `size` into a row of integers on the host; `pinned`: a device copies from it."""
+def pack_texts(
+    size: BatchSize, sources: Sequence[Source], *, pinned: bool = False, padding: int | None = None
+) -> Tensor:
+    """Pack texts that fit into `size` into a row of integers on the host; `pinned`: a device copies from it.
+
+    `padding` is a token without a position.
+    """
     row = torch.zeros(size.integers, dtype=torch.int64, pin_memory=pinned)
     flat, tokens, count = row.numpy(), size.tokens, len(sources)
     # As `BatchSize.split`, without a dozen views of torch, which take most of the time of a short text.
@@ -176,7 +182,7 @@ def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = Fal
     read = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64)
     ids[: len(read)] = read  # of images and sound there are none
     contexts[:total] = counts.repeat(counts)
-    positions[:total] = np.arange(total) - starts[:count].repeat(counts)
+    positions[:total] = positions_of(ids[:total], counts, padding)
     for source, start in zip(sources, starts.tolist(), strict=False):
         if source.token_type_ids:
             types[start : start + len(source.token_type_ids)] = source.token_type_ids

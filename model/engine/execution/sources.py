@@ -32,11 +32,16 @@ from triptych.model.vision.processing import ImageProcessing
 
 
 def source_input(
-    sources: Sequence[Source], device: torch.device, *, causal: bool = False, images: ImageProcessing | None = None
+    sources: Sequence[Source],
+    device: torch.device,
+    *,
+    causal: bool = False,
+    images: ImageProcessing | None = None,
+    padding: int | None = None,
 ) -> StackInput:
     """Pack sources of one kind, one segment each; `images` says how pixels are scaled.
 
-    `causal` is for a decoder that encodes.
+    `causal` is for a decoder that encodes, `padding` the token that has no position.
     """
     if sources[0].kind is SourceKind.IMAGE:
         assert images is not None
@@ -50,7 +55,8 @@ def source_input(
     types = None
     if any(any(source.token_type_ids) for source in sources):
         types = [source.token_type_ids or (0,) * source.num_positions for source in sources]
-    return packed_input([source.token_ids for source in sources], device, causal=causal, token_types=types)
+    texts = [source.token_ids for source in sources]
+    return packed_input(texts, device, causal=causal, token_types=types, padding=padding)
 
 
 def blank_source(config: ModelConfig, tokens: int = 1) -> Source:

@@ -223,7 +223,7 @@ class StepProgram:
         return Transformer.encode(self._model, self._source_input(sources, adapters))
 
     def _source_input(self, sources: Sequence[Source], adapters: Sequence[LoraAdapter | None]) -> StackInput:
-        inputs = source_input(sources, self._cache.device)
+        inputs = source_input(sources, self._cache.device, padding=self._model.config.source_padding)
         runs = AdapterRuns.of_segments(adapters, (source.num_positions for source in sources))
         return inputs if runs is None else replace(inputs, adapters=runs)
 
