@@ -32,7 +32,7 @@ _POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
 # Of training, of how `transformers` computes, and what old files say in other words too.
 _WITHOUT_EFFECT = (
     *("initializer_cutoff_factor", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn"),
-    *("reference_compile", "repad_logits_with_grad", "layer_norm_eps", "decoder_bias"),
+    *("reference_compile", "repad_logits_with_grad", "layer_norm_eps"),
 )
 _PERIOD = 3  # every third layer from the first on has full attention
 
@@ -46,11 +46,12 @@ def modernbert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     encoder = StackConfig(_layers(raw, norm), size, causal=False, embed_norm=norm, final_norm=norm)
     embedding, act = EmbeddingConfig(raw["vocab_size"], size), activation(raw, "classifier_activation", "gelu")
     bias = bool(raw.get("classifier_bias", False))
+    masked = masked_head(raw, names, embedding, act, norm, dense_bias=bias)
     return ModelConfig(
         model_type="modernbert",
         embedding=embedding,
         encoder=encoder,
-        masked_head=masked_head(raw, names, embedding, act, norm, dense_bias=bias),
+        masked_head=masked and replace(masked, bias=bool(raw.get("decoder_bias", True))),
         classifier=_classifier(raw, names, norm),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 50283),

@@ -158,9 +158,11 @@ class TestTokenClassification:
         ]
 
 
-def spans(kind: str, question: str, context: str, longest: int) -> tuple[float, dict[tuple[int, int], float]]:
-    """The score of "no answer", and of every span of tokens by its characters, over windows of 64 tokens, 10 shared."""
-    windows = dict(truncation="only_second", max_length=64, stride=10, return_overflowing_tokens=True)
+def spans(
+    kind: str, question: str, context: str, longest: int, *, room: int = 64, stride: int = 10
+) -> tuple[float, dict[tuple[int, int], float]]:
+    """The score of "no answer", and of every span of tokens by its characters, over windows of `room` tokens."""
+    windows = dict(truncation="only_second", max_length=room, stride=stride, return_overflowing_tokens=True)
     encoded = hf_tokenizer(kind)(question, context, return_offsets_mapping=True, **windows)
     nothing, found = 1.0, dict[tuple[int, int], float]()
     for window, offsets in enumerate(encoded["offset_mapping"]):
@@ -204,6 +206,15 @@ class TestQuestionAnswering:
             for one in item["answers"]
             for word in words
         )
+
+    def test_windows_are_not_larger_than_those_of_the_pipeline(self, client: Client) -> None:
+        context = " ".join([TEXT] * 30)
+        body = dict(model="bert-long-answers", output="question_answering", top_k=20, align_to_words=False)
+        [item] = client.encode(**body, input=[{"text": "the cat", "text_pair": context}])["data"]
+        _, expected = spans("bert-long-answers", "the cat", context, 15, room=384, stride=128)
+        assert item["windows"] > 1
+        best = sorted(expected.values(), reverse=True)[:20]
+        assert [one["score"] for one in item["answers"]] == pytest.approx(best, abs=1e-5)
 
     def test_long_contexts_in_windows(self, client: Client) -> None:
         context = " ".join([TEXT] * 9)

@@ -31,6 +31,7 @@ _DEBERTA = ClassifierTable("classifier", _FIRST, "pooler.dense", Activation.GELU
 _BART = ClassifierTable(
     "classification_head.out_proj", ClassifierInput.EOS, "classification_head.dense", Activation.TANH
 )
+_WRAPPING = replace(_BART, wraps=True)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
 
 _SCORING = (
@@ -78,9 +79,8 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
     **dict.fromkeys(_LIKE_ROBERTA, _ROBERTA_CLASSIFIER),
     **dict.fromkeys(("data2vec-text", "esm", "roberta-prelayernorm"), _ROBERTA_CLASSIFIER),
-    "mbart": _BART,
     "mvp": _BART,
-    "plbart": _BART,
+    **dict.fromkeys(("mbart", "plbart"), _WRAPPING),
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     **dict.fromkeys(("vit", "deit"), ClassifierTable("classifier", _FIRST)),
     **dict.fromkeys(("dinov2", "dinov2_with_registers"), ClassifierTable("classifier", ClassifierInput.FIRST_AND_MEAN)),
@@ -124,7 +124,25 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
         raise ConfigError(f"{architecture} is not served")
     bias = head.bias if names is None else f"{head.out}.bias" in names
     labels = _ENDS if spans else _labels(raw)
-    return ClassifierConfig(labels, head.input, head.activation, bias, _activation(raw, labels), spans=spans)
+    return ClassifierConfig(
+        labels,
+        head.input,
+        head.activation,
+        bias,
+        _activation(raw, labels),
+        spans=spans,
+        wraps=head.wraps,
+        entailment=None if per_token else _entailment(raw, labels),
+    )
+
+
+def _entailment(raw: Settings, labels: Sequence[str]) -> int | None:
+    """Return the first label whose name begins so, by label2id, as the pipeline of `transformers`; else by id2label."""
+    places = raw.get("label2id") if raw.get("id2label") else None
+    named = places.items() if isinstance(places, Mapping) else ()
+    by_name = [*named, *((name, place) for place, name in enumerate(labels))]
+    found = (place for name, place in by_name if name.lower().startswith("entail"))
+    return next((place for place in found if type(place) is int and 0 <= place < len(labels)), None)
 
 
 def _activation(raw: Settings, labels: Sequence[str]) -> str:

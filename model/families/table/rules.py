@@ -144,6 +144,7 @@ class ClassifierTable:
     activation: Activation | None = None
     bias: bool = True
     norm: str = ""  # after that layer; empty: there is none
+    wraps: bool = False  # a decoder that begins with the last token of the source, its language (mBART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ from triptych.service.settings.service_settings import Limits
 # span is the product of the scores of its first and last tokens.
 
 _DEFAULT_LENGTH = 15  # maximum tokens of an answer
+_WINDOW = 384  # tokens of question and context that are read together, as in training
+
+
+def window(checked: CheckedInputs) -> int:
+    """Return the most tokens of a window, as in that pipeline."""
+    return _WINDOW
 
 
 def answer_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
@@ -122,9 +128,7 @@ _PLACE = "{}"
 def entailment_label(served: ServedModel) -> int | None:
     """Return the index of the classifier's label for entailment, found by its name; None if there is none."""
     head = served.config.classifier
-    if head is None or head.per_token:
-        return None
-    return next((at for at, name in enumerate(head.labels) if name.lower().startswith("entail")), None)
+    return None if head is None else head.entailment
 
 
 def hypotheses(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:

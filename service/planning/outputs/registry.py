@@ -131,6 +131,7 @@ _TABLE = (
         windows=True,
         verbatim=True,
         heavy=True,
+        room=answers.window,
         readings=answers.question,
         settings=answers.answer_settings,
     ),

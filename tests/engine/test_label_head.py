@@ -1,0 +1,94 @@
+"""Classifiers: what a decoder begins with, and which label means entailment, as in `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.engine.test_encode_engine import encoded
+from tests.model.checkpoints import BART, BERT, CPU, by_layer, prompt, randomise
+from tests.model.decoder_rows import random_model
+from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.families import read_settings
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.weights import load_model
+
+END, LANGUAGE = 2, 50
+MARKED = (*prompt(9), END, LANGUAGE)  # as mBART's tokenizer ends a text
+
+
+def folder_of(into: Path, architecture: str, settings: dict[str, Any]) -> Path:
+    """Save a random classifier."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = random_model(architecture, settings, num_labels=3)()
+        randomise(model)
+    model.save_pretrained(into)
+    return into
+
+
+def ours(folder: Path, texts: list[tuple[int, ...]], *, together: bool = False) -> list[np.ndarray]:
+    checkpoint, dtype = read_checkpoint(folder), torch.float32
+    model = load_model(checkpoint, by_layer(SdpaBackend(), checkpoint.config, dtype), LinearFactory(dtype))
+    made = EncodeEngine(
+        "m", model, CPU, max_num_seqs=8, max_num_batched_tokens=200, sentences=SentenceSettings((Pooling.MEAN,))
+    )
+    made._labels.together = together  # as on a GPU
+    return encoded(
+        made, [EncodeRequest(str(at), "m", token_source(ids), EncodeTask.LOGITS) for at, ids in enumerate(texts)]
+    )
+
+
+def theirs(folder: Path, texts: list[tuple[int, ...]]) -> list[np.ndarray]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits[0].numpy() for ids in texts]
+
+
+def assert_equal(folder: Path, texts: list[tuple[int, ...]]) -> None:
+    expected = theirs(folder, texts)
+    assert np.std(np.stack(expected), axis=0).min() > 0.02
+    for together in (False, True):
+        for found, one in zip(ours(folder, texts, together=together), expected, strict=True):
+            np.testing.assert_allclose(found, one, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Mvp", "MBart", "PLBart"])
+def test_the_decoder_begins_as_that_of_its_family(kind: str, tmp_path: Path) -> None:
+    """mBART's and PLBART's have the language of the text in front, which their tokenizers put behind it."""
+    folder = folder_of(tmp_path / kind, f"{kind}ForSequenceClassification", BART)
+    assert_equal(folder, [MARKED, (*prompt(4), END, LANGUAGE + 1), (*prompt(6), END), (*prompt(5), END, LANGUAGE, 1)])
+
+
+_NLI = {"0": "entailment", "1": "neutral", "2": "contradiction"}
+
+
+@pytest.mark.parametrize(
+    ("names", "places", "expected"),
+    [
+        (_NLI, {"contradiction": 0, "entailment": 2, "neutral": 1}, 2),  # which contradict each other
+        ({"0": "LABEL_0", "1": "LABEL_1"}, {"not_entailment": 0, "Entailed": 1}, 1),
+        (_NLI, None, 0),
+        (_NLI, {"entailment": 3, "neutral": 1}, 0),  # of a label that is not there
+        (None, {"neutral": 0, "entailment": 1}, None),  # without id2label, label2id is replaced
+    ],
+)
+def test_the_label_of_entailment_is_that_of_label2id(
+    names: dict[str, str] | None, places: dict[str, int] | None, expected: int | None
+) -> None:
+    """So it is in the zero-shot pipeline of `transformers`; where that has none, `id2label` says it."""
+    raw = {**BERT, "id2label": names, "label2id": places, "architectures": ["BertForSequenceClassification"]}
+    head = read_settings({**raw, "model_type": "bert"})[0].classifier
+    assert head is not None and head.entailment == expected
+    theirs = transformers.BertConfig(**raw).label2id
+    begins = [place for name, place in (theirs or {}).items() if name.lower().startswith("entail")]
+    assert begins[:1] in ([], [expected], [3])
