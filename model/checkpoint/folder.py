@@ -55,7 +55,7 @@ from triptych.model.checkpoint.stored_formats import Quantization, made_for, qua
 from triptych.model.checkpoint.weight_files import PLAIN, Wrapping, tensor_names, weight_files
 from triptych.model.config.formats import FLOAT
 from triptych.model.config.model import ModelConfig
-from triptych.model.errors import ConfigError, listed
+from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.families import family_for, find_family, read_settings
 from triptych.model.families.table.heads import token_classifier
 from triptych.model.families.table.token_rules import within_vocabulary
@@ -64,7 +64,13 @@ from triptych.model.gguf.paths import gguf_path
 from triptych.model.speech.log_mel import LogMel, read_log_mel
 from triptych.model.system.folder_files import has_file
 from triptych.model.vision.pictures import PictureProcessing
-from triptych.model.vision.processing import ImageProcessing, prepared_size, read_image_processing, with_defaults
+from triptych.model.vision.processing import (
+    ImageProcessing,
+    prepared_size,
+    read_image_processing,
+    unknown_class,
+    with_defaults,
+)
 
 _MOST_CHARACTERS = 600  # of a message about a folder
 
@@ -286,6 +292,8 @@ def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[
         settings = {**with_defaults({}, config.model_type), "crop_size": size}
         return config, read_image_processing(settings | ({} if "size" in settings else {"size": size}), config.image)
     warnings += warnings_of(processor, IMAGE_SETTINGS)
+    if name := unknown_class(processor.settings, config.model_type):
+        warnings.append(f"{processor.where}: images are prepared as by ViTImageProcessor, {shown(name)} is not known")
     settings = with_defaults(processor.settings, config.model_type)
     config = config.at_image_size(prepared_size(settings, processor.where) or config.image.size)
     assert config.image is not None

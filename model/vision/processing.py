@@ -106,6 +106,12 @@ def processor_class(raw: Mapping[str, Any], model_type: str) -> str:
     return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) or _TYPES.get(model_type, "")
 
 
+def unknown_class(raw: Mapping[str, Any], model_type: str) -> str:
+    """Return the name of a class that prepares images in a way that is not known; "" for one that is."""
+    name = processor_class(raw, model_type)
+    return "" if name in ("", "ViT", *_CLASSES) else name
+
+
 def with_defaults(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return a processor's settings with the defaults of the class that the file names, or of the model's type.
 

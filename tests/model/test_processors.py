@@ -112,6 +112,10 @@ def test_an_image_models_processor_is_read_from_either_file(tmp_path: Path) -> N
     assert read_checkpoint(folder).warnings == [
         f"{PROCESSOR}: image_processor: unknown settings are ignored: colour_space"
     ]
+    edit_json(folder / PROCESSOR, image_processor={**settings, "image_processor_type": "LevitImageProcessor"})
+    assert read_checkpoint(folder).warnings == [
+        f"{PROCESSOR}: image_processor: images are prepared as by ViTImageProcessor, 'Levit' is not known"
+    ]
     for change, message in (
         ({"do_pad": True}, "do_pad = True is not served"),
         ({"image_mean": "grey"}, "image_mean must be numbers"),
