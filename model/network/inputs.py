@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from triptych.model.attention.base import AttentionBackend, AttentionMetadata
@@ -125,7 +125,7 @@ def packed_input(
     )
 
 
-def positions_of(ids: NDArray[np.int64], lens: Sequence[int], padding: int | None) -> NDArray[np.int64]:
+def positions_of(ids: NDArray[np.int64], lens: ArrayLike, padding: int | None) -> NDArray[np.int64]:
     """Return the places of the rows `[T]` in their segments; of `padding` -1, which the rows after it do not count."""
     lengths = np.array(lens, np.int64)
     starts = lengths.cumsum() - lengths
