@@ -64,7 +64,7 @@ def assert_equal(folder: Path, texts: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("kind", ["Bart", "Mvp", "MBart", "PLBart"])
 def test_the_decoder_begins_as_that_of_its_family(kind: str, tmp_path: Path) -> None:
-    """mBART's and PLBART's have the language of the text in front, which their tokenizers put behind it."""
+    """mBART and PLBART begin with the language of the text, which is its last token."""
     folder = folder_of(tmp_path / kind, f"{kind}ForSequenceClassification", BART)
     assert_equal(folder, [MARKED, (*prompt(4), END, LANGUAGE + 1), (*prompt(6), END), (*prompt(5), END, LANGUAGE, 1)])
 
