@@ -261,6 +261,43 @@ def test_ids_beyond_the_vocabulary_count_for_nothing(tmp_path: Path, caplog: pyt
     ]
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        # gpt-oss: a message of an output's reasoning ends with <|end|>, the output with another token.
+        (("<|return|>", "<|end|>", "<|call|>", "<|message|>"), (0, 2)),
+        (("<|flush|>", "<|end|>", "<|calls|>", "x"), (0, 2)),
+        (("<|endoftext|>", "<|end|>", "<|call|>", "x"), (0, 1, 2)),
+        (("<eos>", "<turn|>", "<|tool_response>", "x"), (0, 1, 2)),
+        (("_<EOT>", "x", "</s>", "</s>"), (0, 1, 2)),  # the last one is HTML's
+    ],
+)
+def test_what_ends_an_output_is_as_in_llama_cpp(texts: tuple[str, ...], ends: tuple[int, ...], tmp_path: Path) -> None:
+    metadata = {key: (kind, value) for key, (kind, value) in conversions()["llama"]["metadata"].items()}
+    metadata |= {
+        "tokenizer.ggml.tokens": ("ARRAY", list(texts)),
+        "tokenizer.ggml.token_type": ("ARRAY", ("INT32", [3, 3, 3, 4])),
+        "tokenizer.ggml.eos_token_id": ("UINT32", 0),
+        "tokenizer.ggml.eot_token_id": ("UINT32", 1),
+    }
+    file = write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)})
+    assert read_checkpoint(file).config.eos_token_ids == ends
+
+
+def test_bounds_of_queries_keys_and_values_are_read(tmp_path: Path) -> None:
+    """MPT's of MosaicML's StoryWriter, as its folder has them in `attn_config`."""
+    decoder = read_checkpoint(converted("mpt", tmp_path, attention__clamp_kqv=("FLOAT32", 6.0))).config.decoder
+    assert decoder is not None and {attention.clip for attention in decoder.attentions} == {6.0}
+
+
+def test_the_temperature_of_yarn_is_read_without_queries_that_grow(tmp_path: Path) -> None:
+    fixed = {"attention__temperature_scale": ("FLOAT32", 0.0)}
+    config = read_checkpoint(converted("ministral3", tmp_path, **fixed)).config
+    assert config.decoder is not None and config.model_type == "mistral"
+    [position] = config.decoder.rotaries
+    assert (position.scaling, position.growth, position.attention_factor) == (RopeScaling.YARN, 0.0, 1.0)
+
+
 REFUSED: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
     "experts": ({"expert_weights_scale": ("FLOAT32", 2.5)}, r"llama\.expert_weights_scale is not served: 2\.5"),
     "widths of values": ({"attention__value_length": ("UINT32", 4)}, r"llama\.attention\.value_length 4 must be"),

@@ -96,13 +96,13 @@ def ernie(model: GGUFModel, raw: Raw) -> dict[str, Any]:
 
 def mistral3(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     """Mistral Small 3.1 and later, or Ministral 3, whose queries grow with their position."""
-    growth = single(model, f"{model.architecture}.attention.temperature_scale")
+    growth, rope = single(model, f"{model.architecture}.attention.temperature_scale"), raw["rope_parameters"]
+    scale = single(model, f"{model.architecture}.rope.scaling.yarn_log_multiplier")
+    if scale and rope["rope_type"] == "yarn":
+        rope = {**rope, "mscale": scale, "mscale_all_dim": scale}
     if not growth:
-        return {"sliding_window": None}
-    rope = {**raw["rope_parameters"], "llama_4_scaling_beta": growth}
-    if scale := single(model, f"{model.architecture}.rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": scale, "mscale_all_dim": scale}
-    return {"model_type": "ministral3", "rope_parameters": rope}
+        return {"sliding_window": None, "rope_parameters": rope}
+    return {"model_type": "ministral3", "rope_parameters": {**rope, "llama_4_scaling_beta": growth}}
 
 
 def gpt_oss(model: GGUFModel, raw: Raw) -> dict[str, Any]:

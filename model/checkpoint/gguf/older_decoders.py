@@ -95,7 +95,8 @@ def _mpt(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse_other(model, f"{where}.head_count_kv", raw["n_heads"])
     if not (slope := single(model, f"{where}.max_alibi_bias")):
         raise ConfigError(f"{model.name}: {where}.max_alibi_bias {slope} is not served: learned positions are not")
-    return {"attn_config": {"alibi": True, "alibi_bias_max": slope}}
+    clip = single(model, f"{where}.clamp_kqv")
+    return {"attn_config": {"alibi": True, "alibi_bias_max": slope, "clip_qkv": clip}}
 
 
 def _falcon(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ OLDER_DECODERS = {
             **_NORM_EPS,
         },
         _MPT_NAMES,
-        known=("feed_forward_length", "attention.head_count_kv", "attention.max_alibi_bias"),
+        known=("feed_forward_length", "attention.head_count_kv", "attention.max_alibi_bias", "attention.clamp_kqv"),
         more=_mpt,
     ),
     "falcon": _falcon_table(_BLOOM_NAMES),

@@ -30,9 +30,12 @@ from triptych.model.gguf.paths import OTHER_PURPOSES
 
 # Texts of tokens that end an output too, whatever the metadata names, as in llama.cpp (llama-vocab.cpp).
 _ENDS = frozenset(
-    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> [EOT] [EOS]
-    <|end_of_text|> <end_of_utterance> <eos> <turn|>""".split()  # noqa: SIM905
+    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>""".split()  # noqa: SIM905
 )
+_END_OF_SENTENCE = "</s>"  # if it is a control token: Gemma has HTML's of that name
+# Where a vocabulary has both of a pair (gpt-oss, Solar), an output has several parts and this one ends a part.
+_END_OF_PART, _WITH_PARTS = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _CONTROL, _USER_DEFINED = 3, 4
 _NO_TOKEN = (-1, (1 << 32) - 1)
 _log = logging.getLogger(__name__)
@@ -207,15 +210,25 @@ def _token_ids(model: GGUFModel) -> dict[str, Any]:
         "bos_token_id": _token(model, f"{tokenizer}.bos_token_id"),
         "pad_token_id": _token(model, f"{tokenizer}.padding_token_id"),
     }
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = {_token(model, f"{tokenizer}.{name}"): None for name in names}
-    types = model.array(f"{tokenizer}.token_type")
-    special = {token for token, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
-    if special and architecture_of(model).model_type not in ("bert", "nomic_bert", "modernbert"):
-        texts = model.array(f"{tokenizer}.tokens")
-        ends |= {token: None for token in sorted(special) if token < len(texts) and texts[token] in _ENDS}
+    ends = dict.fromkeys(_token(model, f"{tokenizer}.{name}_token_id") for name in ("eos", "eot", "eom"))
+    if architecture_of(model).model_type not in ("bert", "nomic_bert", "modernbert"):
+        named = _ends_by_text(model)
+        ends |= dict.fromkeys(named)
+        if any(pair <= set(named.values()) for pair in _WITH_PARTS):
+            ends = {token: None for token in ends if named.get(token) != _END_OF_PART}
     found["eos_token_id"] = [token for token in ends if token is not None] or None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _ends_by_text(model: GGUFModel) -> dict[int | None, str]:
+    """Return the special tokens whose texts say that they end an output, with these texts."""
+    found: dict[int | None, str] = {}
+    types, texts = model.array("tokenizer.ggml.token_type"), model.array("tokenizer.ggml.tokens")
+    for token, (kind, text) in enumerate(zip(types, texts, strict=False)):
+        ends = text in _ENDS or (text == _END_OF_SENTENCE and kind == _CONTROL)
+        if kind in (_CONTROL, _USER_DEFINED) and ends:
+            found[token] = text
+    return found
 
 
 def _token(model: GGUFModel, key: str) -> int | None:
