@@ -89,6 +89,14 @@ class RotaryConfig:
         differ = self.short_factors != self.long_factors or self.long_attention_factor is not None
         return self.scaling is RopeScaling.LONGROPE and differ
 
+    def reach(self, context: int) -> int:
+        """Return how many tokens it is stretched to, where a model says `context`, which may leave out the stretch."""
+        if self.scaling in (RopeScaling.DYNAMIC, RopeScaling.LINEAR):
+            return max(context, int(context * self.factor))
+        if self.scaling is RopeScaling.YARN:
+            return max(context, int(self.original_max_positions * self.factor))
+        return context
+
     def __post_init__(self) -> None:
         require_positive(dim=self.dim, theta=self.theta, factor=self.factor)
         require_positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow)

@@ -208,6 +208,7 @@ class ClassifierInput(StrEnum):
 
     FIRST = "first"
     LAST = "last"
+    LAST_UNPADDED = "last unpadded"  # the last that is no padding token, wherever that comes from (decoders)
     POOLER = "pooler"
     MEAN = "mean"  # of all tokens
     EVERY = "every"  # one decision a token
@@ -395,10 +396,9 @@ class ModelConfig:
     def longest_context(self) -> int | None:
         """Tokens up to which it can be stretched; None: unlimited. `max_positions` is what it is without."""
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
-        factors = [rotary.factor for rotary in rotaries if rotary.scaling is RopeScaling.DYNAMIC]
-        if self.max_positions is None or not factors:
-            return self.max_positions
-        return int(self.max_positions * min(factors))
+        if self.max_positions is None:
+            return None
+        return min((rotary.reach(self.max_positions) for rotary in rotaries), default=self.max_positions)
 
     @property
     def short_context(self) -> int | None:

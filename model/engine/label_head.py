@@ -34,10 +34,7 @@ class LabelHead:
 
     def __call__(self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
         """Return the logits or scores `[labels]` of each input, or `[L, labels]` of its tokens."""
-        if self.reads_decoder:
-            ends = self._model.config.eos_token_ids
-            pairs = zip(requests, hidden, strict=True)
-            hidden = [rows[: _behind_end(request.source.token_ids, ends)] for request, rows in pairs]
+        hidden = [rows[: self._read(request)] for request, rows in zip(requests, hidden, strict=True)]
         found = [self._model.lora.get(request.model) for request in requests]
         apart = any(one is not None and one.changes_heads for one in found)
         row = self._model.classified_row if self.together and not apart else None
@@ -52,6 +49,16 @@ class LabelHead:
             results.append(EncodeResult(scores if of_tokens else scores[0]))
         return results
 
+    def _read(self, request: EncodeRequest) -> int | None:
+        """Return how many of an input's tokens the classifier reads; None: all."""
+        config = self._model.config
+        source = None if config.classifier is None else config.classifier.input
+        if source is ClassifierInput.EOS:
+            return _behind_last(request.source.token_ids, config.eos_token_ids)
+        if source is ClassifierInput.LAST_UNPADDED:
+            return _before_padding(request.source.token_ids, config.pad_token_id)
+        return None
+
 
 def _activation(model: Transformer) -> nn.Module:
     """Return what makes scores `[..., labels]` of a classifier's logits."""
@@ -62,6 +69,14 @@ def _activation(model: Transformer) -> nn.Module:
     return found
 
 
-def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
+def _behind_last(ids: Sequence[int], ends: Sequence[int]) -> int:
     """Return the index after the last end-of-sequence token; without one, that after the last token."""
     return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))
+
+
+def _before_padding(ids: Sequence[int], pad: int | None) -> int:
+    """Return the index after the last token that is not `pad`; of nothing else, that after the first one.
+
+    Models whose padding is the end of sequence were trained to leave out the end that their texts have.
+    """
+    return next((at for at in range(len(ids), 0, -1) if ids[at - 1] != pad), 1)

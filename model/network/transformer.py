@@ -312,7 +312,7 @@ class Transformer(nn.Module):
     def classified_row(self) -> int | None:
         """The row of a segment's hidden states that the classifier reads; None: there is none, or it reads more."""
         source = self.config.classifier.input if self.config.classifier is not None else None
-        if source in (ClassifierInput.LAST, ClassifierInput.EOS):
+        if source in (ClassifierInput.LAST, ClassifierInput.LAST_UNPADDED, ClassifierInput.EOS):
             return -1
         return 0 if source in (ClassifierInput.FIRST, ClassifierInput.POOLER) else None
 

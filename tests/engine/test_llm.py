@@ -339,16 +339,29 @@ def test_a_dynamic_rotary_model_can_be_stretched(tmp_path: Path) -> None:
     kind = "llama-dynamic"
     original = loaded(kind).config.max_positions
     assert original is not None
+    _expect_logprobs_up_to(copied(kind, tmp_path), kind, 2 * original)
+
+
+@pytest.mark.parametrize("kind", ["llama-yarn", "llama-linear"])
+def test_a_model_is_served_up_to_what_its_positions_are_stretched_to(kind: str, tmp_path: Path) -> None:
+    """Qwen's guides add YaRN to a config.json and leave `max_position_embeddings` as it is."""
     path = copied(kind, tmp_path)
-    ids = prompt(2 * original - 1, 3)
-    llm = LLM(path, EngineConfig(dtype="float32", max_model_len=2 * original))
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 16}))
+    _expect_logprobs_up_to(path, kind, 64)
+
+
+def _expect_logprobs_up_to(path: Path, kind: str, context: int) -> None:
+    """Compare a prompt that fills a context with the reference; a longer context is refused."""
+    ids = prompt(context - 1, 3)
+    llm = LLM(path, EngineConfig(dtype="float32", max_model_len=context))
     [(_, output)] = llm.stream([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert output.prompt_logprobs is not None
     ours = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
     theirs = reference_logits(kind, (*ids, 1)).log_softmax(-1)[:-2].gather(1, torch.tensor(ids)[1:, None])[:, 0]
     assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
     with pytest.raises(ConfigError, match="is beyond the model's"):
-        LLM(path, EngineConfig(max_model_len=100 * original))
+        LLM(path, EngineConfig(max_model_len=context + 1))
 
 
 @pytest.mark.parametrize("wrong", [VOCAB, -1, 2**70, 1.0, True, "5", None])

@@ -385,6 +385,7 @@ _NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
 # Heads that only tests of their outputs use; the networks below them are those of `KINDS`.
 HEADS: Rows = {
     "bert-masked": random_model("BertForMaskedLM", BERT),
+    "qwen3-5-sequence": random_model("Qwen3_5TextForSequenceClassification", RECURRENT, **_LABELS),
     "clip": random_model("CLIPModel", CLIP),
     "siglip": random_model("SiglipModel", SIGLIP),
     "siglip2": random_model("Siglip2Model", SIGLIP2),

@@ -57,6 +57,7 @@ EACH = [(kind, backend) for kind in KINDS for backend in BACKENDS]
 EACH += [(kind, ReferenceBackend()) for kind in MECHANISMS]  # it serves nothing: other tests compare with it
 # By default the backend that serves a kind computes it, and the others those that differ in what they compute.
 EACH = rest_is_slow(EACH, lambda kind, backend: backend is BACKENDS[-1] or kind in MECHANISMS)
+EACH.append(("qwen3-5-sequence", BACKENDS[-1]))  # a classifier over recurrent layers
 # bfloat16 keeps 8 bits: 2^-9 of relative rounding in each of some dozens of roundings on the way through 2-3 layers,
 # on logits of magnitude ~2-5. A wrong weight or position is off by the logits' own spread, an order of magnitude more.
 BF16_OF_SPREAD = 0.15

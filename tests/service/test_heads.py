@@ -81,9 +81,11 @@ class TestClassifiers:
         [item] = client.encode(model="deberta-sequence", output="logits", input=[PAIR])["data"]
         assert close(item["scores"], reference("deberta-sequence", input_ids=IDS, token_type_ids=TYPES))
 
-    def test_a_decoder_classifies_by_its_last_token(self, client: Client) -> None:
-        [item] = client.encode(model="llama-sequence", output="logits", input=[5, 6, 7])["data"]
-        assert close(item["scores"], reference("llama-sequence", input_ids=[5, 6, 7]))
+    @pytest.mark.parametrize("ids", [[5, 6, 7], [5, 6, 0, 0], [5, 0, 7, 0], [0, 0]])
+    def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(self, client: Client, ids: list[int]) -> None:
+        """Texts that end with the padding token themselves count as padded, as in `transformers`."""
+        [item] = client.encode(model="llama-sequence", output="logits", input=ids)["data"]
+        assert close(item["scores"], reference("llama-sequence", input_ids=ids))
 
     def test_a_token_classifier_scores_every_token(self, client: Client) -> None:
         reply = client.encode(model="bert-token", output="logits", input="w1 w2")

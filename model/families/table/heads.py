@@ -32,7 +32,7 @@ _BART = ClassifierTable(
     "classification_head.out_proj", ClassifierInput.EOS, "classification_head.dense", Activation.TANH
 )
 _WRAPPING = replace(_BART, wraps=True)
-_DECODER = ClassifierTable("score", _LAST, bias=False)
+_DECODER = ClassifierTable("score", ClassifierInput.LAST_UNPADDED, bias=False)
 
 _SCORING = (
     "llama",
@@ -62,6 +62,7 @@ _SCORING = (
         "phimoe",
     ),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5"),
 )  # their heads for tokens are called `score` too
 
 _MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GELU, norm="head.norm")
