@@ -15,7 +15,7 @@ from functools import partial
 from triptych.model.config.layer import Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import as_encoder, with_attention, with_windows
+from triptych.model.families.table.decoders import as_encoder, with_attention, with_layers, with_windows
 from triptych.model.families.table.helpers import ignore_unless, query_scale, refuse_unless
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import number, rotary, settings_by_type
@@ -29,19 +29,36 @@ SANDWICH_NORMS = {
 }
 
 
-def gemma(raw: Settings, names: Collection[str] | None, *, sandwich: bool = False) -> ModelConfig:
-    """What all Gemmas have; with `sandwich` the output of a sublayer is normalised too (Gemma 2 and 3)."""
+_TANH = "gelu_pytorch_tanh"
+
+
+def gemma(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    act = raw.get("hidden_act") or _TANH
+    act = _TANH if act == "gelu" else act  # the first checkpoints call the approximation so, which is computed
+    ignore_unless(raw, hidden_activation=act)
+    return _gemma(raw, names, act)
+
+
+def _sandwiched(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build what Gemma 2 and 3 have in common: the output of a sublayer is normalised too."""
+    act = raw.get("hidden_activation") or _TANH
+    ignore_unless(raw, hidden_act=act)
+    base = _gemma(raw, names, act)
+    assert base.decoder is not None
+    norm = base.decoder.final_norm
+    return with_layers(base, norms=(Norms(pre=norm, output=norm),) * 2)
+
+
+def _gemma(raw: Settings, names: Collection[str] | None, act: str) -> ModelConfig:
+    """Build what all Gemmas have."""
     raw = raw.otherwise(max_position_embeddings=8192)
-    act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first checkpoints have "gelu" for the tanh approximation, which `transformers` uses too.
-    act = "gelu_pytorch_tanh" if act == "gelu" else act
     base = llama.config(raw.but(hidden_act=act, head_dim=raw["head_dim"]), names)
     assert base.decoder is not None and base.decoder.final_norm is not None
     norm = replace(base.decoder.final_norm, unit_offset=True)
-    norms = Norms(pre=norm, output=norm if sandwich else None)
-    decoder = base.decoder.with_layers(lambda layer: replace(layer, norms=(norms, norms)))
+    base = with_layers(base, norms=(Norms(pre=norm),) * 2)
+    assert base.decoder is not None
     embedding = replace(base.embedding, scale=raw["hidden_size"] ** 0.5)
-    return replace(base, embedding=embedding, decoder=replace(decoder, final_norm=norm))
+    return replace(base, embedding=embedding, decoder=replace(base.decoder, final_norm=norm))
 
 
 _GEMMA2_PERIOD = 2  # every second layer has full attention
@@ -50,7 +67,7 @@ _GEMMA2_PERIOD = 2  # every second layer has full attention
 def gemma2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     # `transformers` sees both directions with flash attention alone.
     refuse_unless(raw, use_bidirectional_attention=False)
-    base = gemma(raw.otherwise(num_key_value_heads=4), names, sandwich=True)
+    base = _sandwiched(raw.otherwise(num_key_value_heads=4), names)
     base = with_attention(base, scale=query_scale(raw), softcap=raw.get("attn_logit_softcapping", 50.0))
     base = with_windows(base, raw, raw.get("sliding_window", 4096), _GEMMA2_PERIOD)
     return replace(base, head=base.head and replace(base.head, softcap=raw.get("final_logit_softcapping", 30.0)))
@@ -63,12 +80,13 @@ def gemma3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     ignore_unless(raw, attn_logit_softcapping=None)
     both_ways, window = bool(raw.get("use_bidirectional_attention", False)), raw.get("sliding_window", 4096)
     ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
-    base = gemma(ropes["full_attention"], names, sandwich=True)
+    base = _sandwiched(ropes["full_attention"], names)
     assert base.decoder is not None
     sliding = {"position": rotary(ropes["sliding_attention"], base.decoder.layers[0].attention.head_dim)}
     base = with_attention(base, scale=query_scale(raw), qk_norm=base.decoder.final_norm)
     window = window // 2 + 1 if both_ways else window
-    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _GEMMA3_PERIOD))
+    raw.get("_sliding_window_pattern")  # what `layer_types` were made of
+    period = raw.get("sliding_window_pattern", _GEMMA3_PERIOD)
     found = with_windows(base, raw, window, period, sliding=sliding)
     found = replace(found, head=found.head and replace(found.head, softcap=raw.get("final_logit_softcapping")))
     return as_encoder(found) if both_ways else found

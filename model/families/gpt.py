@@ -27,6 +27,7 @@ from triptych.model.families.table.helpers import (
     refuse_unless,
     repeat,
     split_width,
+    switched_on,
 )
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import number, rotary
@@ -35,7 +36,6 @@ from triptych.model.families.table.stored_names import StoredNames
 
 
 def gpt2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, scale_attn_by_inverse_layer_idx=False)
     ignore_unless(raw, add_cross_attention=False)  # which a source that it does not have would pass through
     raw.get("reorder_and_upcast_attn")  # how scores are rounded in float16
     size, heads = raw["n_embd"], raw["n_head"]
@@ -47,8 +47,12 @@ def gpt2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         feed_forward=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),
         norms=(Norms(pre=norm),) * 2,
     )
+    layers = repeat(layer, raw["n_layer"])
+    if switched_on(raw, "scale_attn_by_inverse_layer_idx"):
+        attention, count = layer.attention, len(layers)
+        layers = tuple(replace(layer, mixer=replace(attention, scale=scale / (i + 1))) for i in range(count))
     decoder = StackConfig(
-        layers=repeat(layer, raw["n_layer"]),
+        layers=layers,
         hidden_size=size,
         causal=True,
         position=PositionConfig(PositionKind.LEARNED, max_positions=raw["n_positions"]),

@@ -22,6 +22,7 @@ from triptych.model.families.table.helpers import (
     affine,
     fused,
     heads_norm,
+    ignore_unless,
     layers_by_type,
     refuse_unless,
     repeat,
@@ -59,7 +60,7 @@ def config(
     raw.get("pretraining_tp")  # how products were divided in training
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = raw.get("head_dim") or split_width(size, heads)
-    bias = bool(raw.get("attention_bias", False))
+    bias = switched_on(raw, "attention_bias")
     norm = norm or NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6))
     layer = LayerConfig(
         mixer=AttentionConfig(
@@ -117,7 +118,7 @@ def qwen2(
     raw: Settings, names: Collection[str] | None, slides: Callable[[int, int], bool] = operator.ge
 ) -> ModelConfig:
     """Build Qwen2; `slides` says of a layer's index and `max_window_layers` whether the layer has a window."""
-    base = config(raw.otherwise(max_position_embeddings=32_768), names)
+    base = config(raw.otherwise(max_position_embeddings=32_768).but(attention_bias=False), names)
     return _windowed(raw, with_attention(base, qkv_bias=True, out_bias=False), slides)
 
 
@@ -144,17 +145,27 @@ def _windowed(raw: Settings, base: ModelConfig, slides: Callable[[int, int], boo
 
 def qwen2_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build the language model of Qwen2-VL and Qwen2.5-VL."""
-    return qwen2(raw.otherwise(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6), names)
+    raw = raw.otherwise(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80)
+    return qwen2(raw, names)
 
 
 def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    return qwen3(raw.otherwise(num_key_value_heads=32, max_position_embeddings=128_000, rope_theta=500_000.0), names)
+    raw = raw.otherwise(num_key_value_heads=32, max_position_embeddings=128_000, rope_theta=500_000.0)
+    return qwen3(without_windows(raw), names)
+
+
+def without_windows(raw: Settings) -> Settings:
+    """Return the settings of a Qwen whose class knows no windows."""
+    ignore_unless(raw, use_sliding_window=False)
+    return raw.but(use_sliding_window=False, layer_types=None)
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False)
-    raw.get("original_max_position_embeddings")  # of stretched contexts
     raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
+    if raw.follows_class:  # whose default counts over what stands in `rope_scaling`
+        raw = raw.otherwise(original_max_position_embeddings=4096)
+    raw.get("original_max_position_embeddings")  # of stretched contexts
     return with_attention(config(raw, names, partial=True), window=raw.get("sliding_window"))
 
 

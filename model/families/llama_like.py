@@ -33,7 +33,7 @@ from triptych.model.families.table.decoders import (
     with_layers,
     with_windows,
 )
-from triptych.model.families.table.helpers import activation, refuse_unless
+from triptych.model.families.table.helpers import activation, ignore_unless, refuse_unless
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Rule, TensorRule
 
@@ -121,7 +121,7 @@ def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, hidden_act="xielu")
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = raw.but(rope_parameters=_APERTUS_ROPE)
-    raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5)
+    raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5, rope_theta=12e6)
     base = llama.config(raw.but(hidden_act="silu"), names)
     assert base.decoder is not None
     mlp = MLPConfig(raw["intermediate_size"], Activation.IDENTITY, bias=False, xielu=True)
@@ -212,7 +212,8 @@ def smollm3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def stablelm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
-    raw = raw.otherwise(max_position_embeddings=4096, partial_rotary_factor=raw.get("rope_pct", 0.25))
+    raw = raw.otherwise(max_position_embeddings=4096, partial_rotary_factor=0.25)
+    ignore_unless(raw, rope_pct=raw["partial_rotary_factor"])  # what the first files called it
     base = llama.config(raw, names, norm=norm, partial=True)
     base = with_attention(base, qkv_bias=bool(raw.get("use_qkv_bias", False)), out_bias=False)
     if raw.get("qk_layernorm", False):
@@ -278,7 +279,8 @@ def cohere2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, position_embedding_type="rope_gptj", order_of_interleaved_layers="local_attn_first")
     base = _parallel(raw.otherwise(max_position_embeddings=8192), names, qk_norm=False)
     assert base.decoder is not None
-    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _PERIOD))
+    raw.get("_sliding_window_pattern")  # what `layer_types` were made of
+    period = raw.get("sliding_window_pattern", _PERIOD)
     return with_windows(base, raw, raw.get("sliding_window", 4096), period, full={"position": None})
 
 

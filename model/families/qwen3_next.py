@@ -14,7 +14,7 @@ from triptych.model.config.attention import AttentionConfig, GatedDeltaConfig, N
 from triptych.model.config.layer import Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama, qwen_moe
-from triptych.model.families.table.helpers import fused, heads_norm, layers_by_type, refuse_unless
+from triptych.model.families.table.helpers import fused, heads_norm, ignore_unless, layers_by_type, refuse_unless
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
@@ -58,9 +58,14 @@ def qwen3_next(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return _sparse(raw, config(raw, names))
 
 
+# What Qwen3.5 with experts computes whatever a file says: its class knows none of these.
+_FIXED: dict[str, object] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 def qwen3_5_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build Qwen3.5 with experts in all layers."""
-    raw = raw.otherwise(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
+    """Build Qwen3.5 with experts in all layers, whose scores are always of the chosen ones alone."""
+    ignore_unless(raw, **_FIXED)
+    raw = raw.but(**_FIXED).otherwise(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
     return _sparse(raw, config(raw.otherwise(intermediate_size=1), names))
 
 

@@ -73,7 +73,7 @@ def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         max_position_embeddings=128_000,
         rope_theta=500_000.0,
     )
-    return qwen3(raw.but(norm_topk_prob=True), names)
+    return qwen3(llama.without_windows(raw).but(norm_topk_prob=True), names)
 
 
 _RULES = partial(llama.rules, experts=NAMES)

@@ -13,6 +13,7 @@ from triptych.model.families import read_settings
 
 NESTED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "beta_slow": 2.0, "truncate": False}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -51,11 +52,44 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": NESTED}}),
         ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 77.0}}),
         ("olmo3", {"rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 8}}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+        ("apertus", {"rope_parameters": {"rope_type": "default"}}),
+        ("gemma", {"hidden_activation": "relu"}),
+        ("gemma2", {"hidden_activation": "gelu"}),
+        ("gemma3", {"hidden_activation": "gelu", "hidden_act": "relu"}),
+        ("gemma3", {"rope_parameters": {"full_attention": YARN}, "original_max_position_embeddings": 64}),
+        ("cohere2", {"layer_types": None, "_sliding_window_pattern": 2}),
+        ("qwen3-5-moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}),
+        ("stablelm", {"rope_parameters": PLAIN, "rope_pct": 1.0}),
+        ("mistral", {"attention_bias": True}),
+        ("mixtral", {"attention_bias": True}),
+        ("qwen2", {"attention_bias": True}),
     ],
 )
 def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     found = compare(kind, changes, tmp_path)
     assert found.kind == "equal", found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "missing"),
+    [
+        ("phi3-longrope", {}, "original_max_position_embeddings"),
+        ("gemma2", {"hidden_act": "relu"}, "hidden_activation"),
+    ],
+)
+def test_what_a_file_does_not_say_is_as_its_class_has_it(
+    kind: str, changes: dict[str, Any], missing: str, tmp_path: Path
+) -> None:
+    found = compare(kind, changes, tmp_path, drop=(missing,))
+    assert found.kind == "equal", found.reason
+
+
+@pytest.mark.parametrize("kind", ["qwen3-vl-pictures", "qwen3-vl-moe"])
+def test_qwen3_vl_has_no_windows(kind: str, tmp_path: Path) -> None:
+    text = raw_of(kind)["text_config"] | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    found = compare(kind, {"text_config": text}, tmp_path)
+    assert (found.kind, found.without_effect) == ("equal", True), found.reason
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,6 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
     ("name", "change"),
     [
         ("Qwen3", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}),
-        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
         ("GPTNeoX", {"hidden_act": "snake"}),
         ("Bert", {"is_decoder": True}),
         ("Bert", {"position_embedding_type": "relative_key"}),
@@ -615,7 +614,7 @@ def test_which_heads_of_t5_are_scaled(name: str, settings: dict[str, Any], scale
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [("Gemma3", "Sequence"), ("Ministral3", "Sequence"), ("Ministral3", "Token")],
+    [("Gemma3", "Sequence"), ("Ministral3", "Sequence"), ("Ministral3", "Token"), ("Qwen3Next", "Token")],
 )
 def test_heads_of_newer_decoders_are_called_score(name: str, head: str) -> None:
     labels = {"0": "a", "1": "b", "2": "c"}

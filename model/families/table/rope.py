@@ -163,8 +163,9 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
     """Return the settings with the rotary parameters of each type of layer, for `rotary`.
 
     `older` has the types, each with what a file without `rope_parameters` says of it. A `rope_scaling` that stands
-    there counts over the type's `rope_parameters`. `truncate` has no effect, as in `transformers`, which looks for it
-    outside of the type's object. Raises `ConfigError` for other types.
+    there counts over the type's `rope_parameters`. As in `transformers` two settings have no effect: `truncate`, which
+    it looks for outside of the type's object, and `original_max_position_embeddings` outside of it. Raises
+    `ConfigError` for other types.
     """
     sets = raw.get("rope_parameters") or {}
     unknown = sorted(set(sets) - older.keys())
@@ -179,7 +180,8 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
         if own and isinstance(own, dict) and isinstance(scaling, dict):
             own = {**own, **scaling}
         own, scaling = _without_truncate(raw, own), _without_truncate(raw, scaling)
-        found[kind] = settings.but(rope_parameters=own, rope_scaling=None if own else scaling)
+        scaling = None if own else scaling
+        found[kind] = settings.but(rope_parameters=own, rope_scaling=scaling, original_max_position_embeddings=None)
     return found
 
 
