@@ -17,6 +17,7 @@ from triptych.service.batches.records import DAY_SECONDS, RETENTION_SECONDS, Bat
 from triptych.service.batches.state import Batches, state_errors
 from triptych.service.batches.store import NoSpaceError, Tables, new_id
 from triptych.service.core.errors import (
+    FINAL,
     ApiError,
     conflict,
     from_validation,
@@ -224,7 +225,7 @@ def _batches(request: Request) -> Batches:
     found = request.app.state.batches
     if found is None:
         message = "files and batches need a folder: start the service with --state-dir DIR"
-        raise ApiError(501, message, type="invalid_request_error", code="no_state_dir")
+        raise ApiError(501, message, type="invalid_request_error", code="no_state_dir", headers=FINAL)
     assert isinstance(found, Batches)
     return found
 

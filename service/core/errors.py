@@ -29,6 +29,7 @@ logger = logging.getLogger("triptych.errors")
 REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # raised by an engine before any work
 NOT_BEGUN = "X-Not-Begun"  # header of refusals for which nothing was done: another replica may take the request
 NOT_SUPPORTED = "not_supported"  # code for an unsupported field of a dialect that would change the result
+FINAL = {"x-should-retry": "false"}  # else the packages of OpenAI and Anthropic send a request again after a 409 or 5xx
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # routes whose errors have that API's shape
@@ -114,7 +115,7 @@ def quota_exceeded(tenant: str, quota: str, limit: int, left: int, wanted: int, 
     kind = quota.partition("/")[0]
     if not math.isfinite(wait_s):
         message = f"the request needs {wanted} {kind}, and the key of {tenant} has {quota}={limit}; ask for fewer"
-        headers = {"x-should-retry": "false"}
+        headers = FINAL
     elif kind == "concurrent":
         message = f"the key of {tenant} has concurrent={limit}, and as many of its requests are running; wait for one"
         headers = {"Retry-After": str(math.ceil(wait_s))}
@@ -200,8 +201,10 @@ def forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, message, type="permission_error", code=code)
 
 
-def conflict(message: str, code: str, param: str | None = None) -> ApiError:
-    return ApiError(409, message, type="conflict_error", code=code, param=param)
+def conflict(message: str, code: str, param: str | None = None, *, passes: bool = False) -> ApiError:
+    """Return the 409 for a request that the present state does not allow; `passes`: it may a little later."""
+    headers = {} if passes else FINAL
+    return ApiError(409, message, type="conflict_error", code=code, param=param, headers=headers)
 
 
 def draining() -> ApiError:
@@ -223,7 +226,7 @@ def deadline_passed() -> ApiError:
 
 
 def cancelled() -> ApiError:
-    return ApiError(409, "the request was cancelled", type="cancelled_error", code="cancelled")
+    return ApiError(409, "the request was cancelled", type="cancelled_error", code="cancelled", headers=FINAL)
 
 
 def client_gone() -> ApiError:
@@ -265,6 +268,8 @@ def render(error: ApiError) -> Response:
         shown = anthropic_error(error, context.request_id)
     else:
         shown = ollama_error(error) if path.startswith(OLLAMA_ROUTES) else error.body()
+    if context is not None and context.is_tgi and error.status >= 429:
+        shown |= tgi_error_type(error)
     return Response(
         msgspec.json.encode(shown), status_code=error.status, headers=error.headers, media_type="application/json"
     )
@@ -278,6 +283,11 @@ def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     if (error.param, error.code) == ("thread", NOT_SUPPORTED):  # tells the client to send whole conversations
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
+
+
+def tgi_error_type(error: ApiError) -> dict[str, str]:
+    """Return the field by which clients of text-generation-inference choose the class of an error."""
+    return {"error_type": "overloaded" if error.status in (429, 503) else "generation"}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class RequestContext:
     tracestate: str = ""
     tenant: Tenant = NO_TENANT  # the holder of the API key
     is_background: bool = False  # of a batch: it runs in the time that other requests leave
+    is_tgi: bool = False  # its body is one of text-generation-inference
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0  # of the input, found in the prefix cache

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from triptych.service.core.errors import invalid
+from triptych.service.core.errors import ApiError, invalid, tgi_error_type
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.common import (
     DialectBody,
@@ -235,6 +235,9 @@ class TextGeneration(DataEvents):
         if not entries and delta["finish_reason"] is not None:
             nothing = {"id": 0, "text": delta["text"], "logprob": 0.0, "special": True}
             yield self._event(nothing, [], delta)
+
+    def failed(self, error: ApiError) -> Iterable[Json]:
+        return (error.body() | tgi_error_type(error),)
 
     def reply(self, reply: Json) -> object:
         [choice] = reply["choices"]

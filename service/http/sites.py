@@ -19,7 +19,7 @@ from triptych.service.http.message_head import header_of
 _ALL = "*"
 _METHODS = b"GET, HEAD, POST, DELETE"
 _EXPOSED = (
-    b"x-request-id, request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
+    b"x-request-id, request-id, x-should-retry, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
     b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
     b"x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

@@ -82,7 +82,7 @@ class ModelOrders:
             return None, self._new_spec(replace(order, adapter_of=order.adapter_of or model.spec.adapter_of))
         spec = self._spec_of_known(order, model)
         if model.state is State.UNLOADING:
-            raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
+            raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name", passes=True)
         if model.state in (State.LOADED, State.LOADING) and spec != model.spec:
             message = f"model {order.name} is {model.state} with other settings; unload it, or take another name"
             raise conflict(message, "model_exists", "name")

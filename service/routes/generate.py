@@ -98,6 +98,7 @@ async def huggingface_answer(
 ) -> Response:
     """Generate text for a client of Hugging Face; `stream` overrides the body, `as_list` puts the reply in a list."""
     names = huggingface.GENERATE_NAMES
+    context_of_request().is_tgi = True
     with naming_errors(names):
         found = huggingface.generate(body, stream=stream)
         with service_of(request).handling():

@@ -477,11 +477,21 @@ class TestClients:
         assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
         assert {one.id for one in client.files.list()} == {file.id, batch.output_file_id, batch.error_file_id}
         assert client.files.retrieve(file.id).filename == "x.jsonl"
-        with pytest.raises(openai.ConflictError):
-            client.batches.cancel(batch.id)
+        with pytest.raises(openai.ConflictError) as ended:
+            client.with_options(max_retries=2).batches.cancel(batch.id)
+        assert ended.value.response.request.headers["x-stainless-retry-count"] == "0"
         assert client.files.delete(file.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(file.id)
+
+    def test_a_service_without_a_folder_gets_a_file_once(self) -> None:
+        """The package sends a request again after a 501, unless the reply says no."""
+        openai = pytest.importorskip("openai", reason="openai's client is not installed")
+        with live(make_app()) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+            with pytest.raises(openai.InternalServerError, match="--state-dir") as refused:
+                client.files.create(file=("x.jsonl", b"{}"), purpose="batch")
+        assert refused.value.response.request.headers["x-stainless-retry-count"] == "0"
 
     def test_the_commands_of_the_page(self, url: str, tmp_path: Path) -> None:
         page = (ROOT / "docs" / "batches.md").read_text().replace('"code"', '"gen"')

@@ -231,7 +231,9 @@ def test_deadline_and_cancel() -> None:
         await until(lambda: app.client.running)
         assert (await client.delete("/requests/mine")).status_code == 200
         free.set()
-        check_error(await running, 409, None, "cancelled")
+        reply = await running
+        check_error(reply, 409, None, "cancelled")
+        assert reply.headers["x-should-retry"] == "false"
 
     run(app, work)
     check_accounts(app)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
-from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerationError
+from huggingface_hub.errors import BadRequestError, GenerationError, HfHubHTTPError, OverloadedError
 
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
@@ -79,12 +79,18 @@ def test_errors_reach_the_client(client: InferenceClient) -> None:
         client.text_generation("ab", watermark=True)
 
 
-def test_a_failure_in_a_stream() -> None:
+def test_failures_have_the_classes_of_the_client() -> None:
     app = make_app(die_after=1)
     with live(app) as url:
         client = InferenceClient(model=f"{url}/?model=gen", token="any")
-        with pytest.raises(TextGenerationError, match="engine failed"):
-            list(client.text_generation("ab", stream=True))
+        for stream in (False, True):
+            with pytest.raises(GenerationError, match="engine failed"):
+                list(client.text_generation("ab", stream=stream))
+        app.script.queue_full = "queue_requests"
+        for path in ("/?model=gen", "/generate?model=gen"):
+            for stream in (False, True):
+                with pytest.raises(OverloadedError, match="queue is full"):
+                    InferenceClient(model=url + path, token="any").text_generation("ab", stream=stream)
     check_accounts(app)
 
 

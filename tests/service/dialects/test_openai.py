@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -318,6 +320,19 @@ def test_timeouts_and_aborted_sequences(monkeypatch: pytest.MonkeyPatch) -> None
         reply = client.completions.create(**ABC | {"max_tokens": 50}, extra_body={"timeout_s": 10.0})
         assert str(reply.choices[0].finish_reason) == "abort"
         assert reply.choices[0].text
+
+
+def test_a_cancelled_request_is_not_sent_again() -> None:
+    """The package does that after a 409, unless the reply says no."""
+    app = chat_app(delay_s=1.0)
+    with client_of(app, max_retries=2) as client, ThreadPoolExecutor() as threads:
+        named = {"x-request-id": "mine"}
+        running = threads.submit(client.embeddings.create, model="enc", input="w1", extra_headers=named)
+        eventually(lambda: bool(app.client.running))
+        assert httpx.delete(str(client.base_url).removesuffix("v1/") + "requests/mine").status_code == 200
+        with pytest.raises(openai.ConflictError) as caught:
+            running.result()
+    assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
 
 
 def test_leaving_a_stream_ends_its_work() -> None:
