@@ -113,6 +113,11 @@ class PartSink:
             return False
         return True
 
+    @property
+    def held(self) -> int:
+        """The number of characters of white space that are held back."""
+        return len(self._spaces)
+
     def take(self) -> list[Part]:
         """Return the parts since the last call of `take`, with adjacent pieces of one kind joined."""
         parts, self._parts = self._parts, []

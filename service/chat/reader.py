@@ -28,6 +28,11 @@ class Reader:
         self.ended = False
         self._record: list[str] | None = None
 
+    @property
+    def held(self) -> int:
+        """The number of characters that were not taken, or may be given back."""
+        return len(self.text) + sum(map(len, self._record or ()))
+
     def record(self, before: str = "") -> None:
         """Start a record of `before` and all text taken from now on."""
         self._record = [before]

@@ -55,6 +55,11 @@ class ReplyParser:
         """Whether the arguments of the last call are incomplete."""
         return self.has_calls and not self._sink.call_is_whole
 
+    @property
+    def held(self) -> int:
+        """The number of characters at the end of the text that no part has had yet."""
+        return self._reader.held + self._sink.held
+
     def push(self, text: str, *, end: bool = False) -> list[Part]:
         """Add text and return the parts that are certain so far; with `end`, all that are left."""
         if self.passes:

@@ -18,6 +18,17 @@ Messages = Sequence[Mapping[str, Any]]
 _ENTRY_BYTES = 1_024  # of an entry in addition to its JSON: keys, objects, links
 
 
+class _Reply(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Item(msgspec.Struct):
+    id: str
+
+
+_reply = msgspec.json.Decoder(_Reply)
+
+
 class StoredResponse(NamedTuple):
     """The JSON of one response, and of all messages up to and including its own."""
 
@@ -30,6 +41,10 @@ class StoredResponse(NamedTuple):
 
     def messages(self) -> Messages:
         return msgspec.json.decode(self.conversation, type=list[dict[str, Any]])
+
+    def items(self) -> dict[str, bytes]:
+        """Return the JSON of each item of the output, by its id."""
+        return {msgspec.json.decode(one, type=_Item).id: bytes(one) for one in _reply.decode(self.reply).output}
 
 
 class ResponseStore:

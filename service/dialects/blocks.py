@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pydantic_core
@@ -30,6 +30,7 @@ class Block:
     id: str = ""
     name: str = ""
     is_cut: bool = False  # whether the reply was ended inside this block, and not by the model
+    logprobs: list[Json] = field(default_factory=list)  # of its tokens, if the subclass keeps them
 
 
 def arguments_of(call: Block) -> Json:
@@ -42,7 +43,7 @@ def arguments_of(call: Block) -> Json:
 
 
 class BlockRendering(NamedEvents):
-    """Renders one reply without log-probabilities; subclasses render the begin, pieces and end of blocks."""
+    """Renders one reply; subclasses render the begin, pieces and end of blocks."""
 
     def __init__(self, generation: Generation, format: ReplyFormat) -> None:
         self._generation = generation
@@ -55,7 +56,7 @@ class BlockRendering(NamedEvents):
     def events(self, event: Json) -> Iterable[Json]:
         [delta] = event["choices"]
         self._ids += delta.get("token_ids", ())
-        for part in self._parser.push(delta["text"], end=delta["finish_reason"] is not None):
+        for part in self._parts(delta, end=delta["finish_reason"] is not None):
             yield from self._pieces(part)
         if delta["finish_reason"] is not None:
             yield from self._closing(is_cut=delta["finish_reason"] != "stop")
@@ -64,12 +65,16 @@ class BlockRendering(NamedEvents):
     def reply(self, reply: Json) -> object:
         [choice] = reply["choices"]
         self._ids += choice.get("token_ids", ())
-        for part in self._parser.push(choice["text"], end=True):
+        for part in self._parts(choice, end=True):
             for _ in self._pieces(part):
                 pass
         for _ in self._closing(is_cut=choice["finish_reason"] != "stop"):
             pass
         return self._whole(choice, reply)
+
+    def _parts(self, choice: Json, *, end: bool) -> Iterable[Part]:
+        """Return the parts that the text of a choice completes."""
+        return self._parser.push(choice["text"], end=end)
 
     def _pieces(self, part: Part) -> Iterator[Json]:
         """Add a part to the last block or to a new one, and yield the events."""

@@ -46,8 +46,17 @@ NAMES = {
 _STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "cancelled": "pause_turn"}
 
 
+def names(body: CountBody) -> Mapping[str, str]:
+    """Return the body's own field names, by native name."""
+    if body.output_format is None:
+        return NAMES
+    return NAMES | {"response_format.json_schema.schema": "output_format.schema", "response_format": "output_format"}
+
+
 def conversation(body: CountBody, served: ServedModel) -> Conversation:
     """Return the messages, tools and template variables of a body; raises `ApiError`."""
+    if body.output_format is not None and body.output_config is not None and body.output_config.format is not None:
+        raise invalid("output_format and output_config.format are the same; send one of them", "output_format")
     found: list[Json] = []
     if body.system:
         found.append({"role": "system", "content": _text(body.system)})
@@ -193,18 +202,14 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
         "stop": body.stop_sequences or None,
         "return_token_ids": True,
     }
-    if is_held(body):
-        assert body.output_config is not None and body.output_config.format is not None
-        fields["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"schema": body.output_config.format.schema_},
-        }
+    if body.format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format.schema_}}
     return native_generate(fields, prompt)
 
 
 def is_held(body: MessagesBody) -> bool:
     """Whether a grammar constrains the answer."""
-    return body.output_config is not None and body.output_config.format is not None
+    return body.format is not None
 
 
 class Messages(BlockRendering):

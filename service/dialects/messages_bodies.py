@@ -274,8 +274,13 @@ class CountBody(Extended):
     fallbacks: NotFilled = None
     fallback_credit_token: Annotated[Any, Ignored("nothing is billed")] = None
     compaction: NotSupported = None
-    output_format: Annotated[Any, Refused(instead="output_config.format")] = None
+    output_format: OutputFormat | None = Field(None, description="`output_config.format`, by its older name.")
     thread: NotSupported = None  # the client continues without a thread
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """The schema that constrains the answer."""
+        return self.output_format or (None if self.output_config is None else self.output_config.format)
 
 
 @MESSAGES.body

@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych.service.chat.conversation import Conversation, template_variables
+from triptych.service.chat.parts import Content, Part
 from triptych.service.chat.reply_parser import ReplyFormat
 from triptych.service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
-from triptych.service.core.errors import ApiError
+from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.blocks import Block, BlockRendering
 from triptych.service.dialects.common import native_generate, native_top_k, sampling_fields
+from triptych.service.dialects.content_tokens import ContentTokens, token_texts
+from triptych.service.dialects.openai_replies import shown_token
 from triptych.service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
     InputImage,
     InputMessage,
     InputReasoning,
+    InputTokensBody,
     ResponsesAllowedTools,
     ResponsesBody,
     ResponsesNamedTool,
@@ -29,7 +33,8 @@ from triptych.service.dialects.responses_bodies import (
     ResponsesTool,
 )
 from triptych.service.http.json_replies import Generation
-from triptych.service.images.pictures import Content, content_of, picture, text
+from triptych.service.images import pictures
+from triptych.service.images.pictures import content_of, picture, text
 from triptych.service.schemas.bodies import GenerateBody
 from triptych.service.schemas.parameters import RESPONSES
 
@@ -40,6 +45,7 @@ NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
+    "logprobs": "top_logprobs",
 }
 _STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
 _SHOWN = {"type", "name", "description", "parameters"}  # fields of a tool that a reply repeats
@@ -49,13 +55,15 @@ _FAILURES = {
 }
 
 
-def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapping[str, Any]]) -> Conversation:
+def conversation(body: InputTokensBody, served: ServedModel, before: Sequence[Mapping[str, Any]]) -> Conversation:
     """Return the messages, tools and template variables of a body; `before` are the messages of earlier responses."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     others = body.chat_template_kwargs
     variables = template_variables(served.chat, effort, "reasoning.effort", body.enable_thinking, others)
     use = _tool_use(body)
     messages = [*map(_earlier, before), *input_messages(body)]
+    if not messages:
+        raise invalid("input has no items, and there is no previous_response_id", "input")
     return Conversation(_instructed(body, messages), use, variables, param="input")
 
 
@@ -67,7 +75,7 @@ def _earlier(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [one | {"param": "previous_response_id"} for one in content]}
 
 
-def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[Json]:
+def _instructed(body: InputTokensBody, messages: list[Mapping[str, Any]]) -> list[Json]:
     """Put the instructions before the messages, or into the first one if it is a system message.
 
     Many templates read only one system message.
@@ -80,7 +88,7 @@ def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[
     return found
 
 
-def _tool_use(body: ResponsesBody) -> ToolUse:
+def _tool_use(body: InputTokensBody) -> ToolUse:
     tools = tuple(tool for tool, _, _ in _tools(body))
     parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
@@ -92,7 +100,7 @@ def _tool_use(body: ResponsesBody) -> ToolUse:
             return tool_use(tools, choice, None, parallel=parallel)
 
 
-def _tools(body: ResponsesBody) -> Iterator[tuple[Tool, str | None, str]]:
+def _tools(body: InputTokensBody) -> Iterator[tuple[Tool, str | None, str]]:
     """Yield each function for the template, with its namespace and its name in the namespace."""
     for at, one in enumerate(body.tools or ()):
         if isinstance(one, ResponsesTool):
@@ -115,7 +123,7 @@ def _full_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
-def input_messages(body: ResponsesBody) -> list[Json]:
+def input_messages(body: InputTokensBody) -> list[Json]:
     """Return the input as messages of a template; consecutive reasoning, text and calls become one message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
@@ -143,7 +151,12 @@ def input_messages(body: ResponsesBody) -> list[Json]:
     return found
 
 
-def _content(content: str | list[Any], param: str, role: str) -> Content:
+def response_of(item_id: str) -> str:
+    """Return the id of the response whose output has the item of this id."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
+def _content(content: str | list[Any], param: str, role: str) -> pictures.Content:
     if isinstance(content, str):
         return content
     parts = [
@@ -188,6 +201,7 @@ def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -
         "stop": body.stop,
         "top_k": native_top_k(body.top_k),
         "return_token_ids": True,
+        "logprobs": (body.top_logprobs or 0) if body.has_logprobs else None,
     }
     if body.text is not None and body.text.format is not None:
         format = body.text.format
@@ -217,6 +231,8 @@ class Responses(BlockRendering):
         self._body = body
         self._keep = keep
         self._number = 0
+        self._tokens = ContentTokens() if body.has_logprobs else None
+        self._logprobs: list[Json] = []  # of the current piece of content
         self._head = generation.head()
         self._namespaces = {tool.name: (space, name) for tool, space, name in _tools(body) if space is not None}
 
@@ -234,6 +250,21 @@ class Responses(BlockRendering):
         detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
         response = self._response("failed", self._items()) | {"error": detail}
         yield self._event("response.failed", response=response)
+
+    def _parts(self, choice: Json, *, end: bool) -> Iterator[Part]:
+        if self._tokens is None:
+            yield from super()._parts(choice, end=end)
+            return
+        texts: Sequence[tuple[str, Json | None]] = token_texts(choice["text"], choice.get("logprobs") or ())
+        texts = texts or [(choice["text"], None)]
+        for at, (piece, token) in enumerate(texts, start=1):
+            self._tokens.add(piece, token)
+            parts = self._parser.push(piece, end=end and at == len(texts))
+            for part in parts:
+                if isinstance(part, Content):
+                    held = self._parser.held if part is parts[-1] else 0
+                    self._logprobs = [_logprob(one) for one in self._tokens.take(part.text, held)]
+                yield part
 
     def _event(self, type: str, **fields: Any) -> Json:
         self._number += 1
@@ -254,7 +285,8 @@ class Responses(BlockRendering):
             return self._event("response.function_call_arguments.delta", **place, delta=text)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **self._place(block), delta=text)
-        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=[])
+        block.logprobs += self._logprobs
+        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=self._logprobs)
 
     def _close(self, block: Block) -> Iterable[Json]:
         if block.kind == "call":
@@ -263,7 +295,7 @@ class Responses(BlockRendering):
             yield self._event("response.function_call_arguments.done", **place, **fields)
         else:
             name = "reasoning_text" if block.kind == "reasoning" else "output_text"
-            more: Json = {} if block.kind == "reasoning" else {"logprobs": []}
+            more: Json = {} if block.kind == "reasoning" else {"logprobs": block.logprobs}
             yield self._event(f"response.{name}.done", **self._place(block), text=block.text, **more)
             yield self._event("response.content_part.done", **self._place(block), part=_part(block))
         item = self._item(block, _status(block))
@@ -340,15 +372,19 @@ class Responses(BlockRendering):
         effort = body.reasoning.effort if body.reasoning is not None else None
         choice = body.tool_choice
         format = body.text.format if body.text is not None and body.text.format is not None else None
+        params = self._generation.plan.requests[0].params
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._head["created"],
+            "completed_at": None,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._head["model"],
             "output": output,
@@ -356,13 +392,19 @@ class Responses(BlockRendering):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
             "store": self._keep is not None,
-            "temperature": self._generation.plan.requests[0].params.temperature,
+            "service_tier": "default",
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "temperature": params.temperature,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
             "text": {
                 "format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
             },
             "tool_choice": choice or "auto" if isinstance(choice, str | None) else choice.model_dump(),
             "tools": [_shown(tool) for tool in body.tools or ()],
-            "top_p": self._generation.plan.requests[0].params.top_p,
+            "top_p": params.top_p,
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
@@ -383,4 +425,9 @@ def _status(block: Block) -> str:
 def _part(block: Block) -> Json:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+
+
+def _logprob(entry: Json) -> Json:
+    one, *others = ({**token, "bytes": token["bytes"] or []} for token in map(shown_token, (entry, *entry["top"])))
+    return {**one, "top_logprobs": others}

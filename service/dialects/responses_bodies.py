@@ -137,10 +137,17 @@ class InputReasoning(InputItem):
     encrypted_content: NotSupported = None
 
 
+class InputReference(DialectBody):
+    """An item of a response that is stored, in place of the item itself."""
+
+    type: Literal["item_reference"] = Field(description="The type of the item.", examples=["item_reference"])
+    id: str = Field(max_length=300, description="Id of an item of its output.", examples=["msg_5f0c1d_0"])
+
+
 class UnservedItem(Unserved):
     """An item of a tool or a store that this service does not have."""
 
-    type: Annotated[Any, ServedTypes("message", "function_call", "function_call_output", "reasoning")]
+    type: Annotated[Any, ServedTypes("message", "function_call", "function_call_output", "reasoning", "item_reference")]
 
 
 _ITEMS = {
@@ -148,6 +155,7 @@ _ITEMS = {
     "function_call": "<call>",
     "function_call_output": "<output>",
     "reasoning": "<reasoning>",
+    "item_reference": "<reference>",
 }
 
 
@@ -156,16 +164,18 @@ AnyItem = Annotated[
     | Annotated[InputCall, Tag("<call>")]
     | Annotated[InputCallOutput, Tag("<output>")]
     | Annotated[InputReasoning, Tag("<reasoning>")]
+    | Annotated[InputReference, Tag("<reference>")]
     | Annotated[SkipJsonSchema[UnservedItem], Tag(OTHER)],
     Discriminator(
         by_type(_ITEMS, "message"),
         custom_error_type="union_type",
-        custom_error_message="Input should be a message, function_call, function_call_output or reasoning",
+        custom_error_message="Input should be a message, function_call, function_call_output, reasoning or "
+        "item_reference",
     ),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("<text>")]
-    | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    | Annotated[list[AnyItem], Field(fail_fast=True), Tag("<parts>")],
     Discriminator(by_content),
 ]
 
@@ -276,12 +286,12 @@ Include = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
 ]
 
 
-@RESPONSES.body
-class ResponsesBody(Extended, Routed, Parameters):
-    """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
+class InputTokensBody(Extended, Routed):
+    """Count the tokens of a conversation, as OpenAI's responses do."""
 
     list_limits: ClassVar[Mapping[str, str]] = {"input": "max_chat_messages"}  # instead of `field_paths.MOST`
 
@@ -292,19 +302,6 @@ class ResponsesBody(Extended, Routed, Parameters):
     instructions: str | None = Field(None, description="A system message before all others.", examples=["Be brief."])
     previous_response_id: str | None = Field(
         None, max_length=256, description="Continue from a response that was stored.", examples=["resp_5f0c1d"]
-    )
-    store: bool | None = Field(
-        None, description="Store the conversation for `previous_response_id`; default: true if the store is on."
-    )
-    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
-    stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
-    max_output_tokens: int | None = Field(
-        None,
-        description="Maximum number of tokens to generate. Default: until the model ends or the context is full.",
-        examples=[64],
-    )
-    temperature: float | None = Field(
-        None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
     tools: list[ResponsesTools] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ResponsesToolChoice | None = Field(
@@ -319,6 +316,28 @@ class ResponsesBody(Extended, Routed, Parameters):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template. Not OpenAI's.", examples=[{"enable_thinking": False}]
     )
+    truncation: Annotated[Any, Refused("disabled")] = None
+    conversation: NotSupported = None
+    personality: NotSupported = None
+
+
+@RESPONSES.body
+class ResponsesBody(InputTokensBody, Parameters):
+    """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
+
+    store: bool | None = Field(
+        None, description="Store the conversation for `previous_response_id`; default: true if the store is on."
+    )
+    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+    stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
+    max_output_tokens: int | None = Field(
+        None,
+        description="Maximum number of tokens to generate. Default: until the model ends or the context is full.",
+        examples=[64],
+    )
+    temperature: float | None = Field(
+        None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
+    )
     top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
     stop: TextOrTexts | None = Field(
         None, description="Texts that end the output before them. Not OpenAI's.", examples=["\n\n"]
@@ -327,28 +346,35 @@ class ResponsesBody(Extended, Routed, Parameters):
         None, max_length=16, description="Repeated in the reply.", examples=[{"a": "b"}]
     )
     user: str | None = Field(None, description="Repeated in the reply; no output depends on it.", examples=["u-1"])
-    safety_identifier: Annotated[Any, Ignored("no output depends on the end user")] = None
+    safety_identifier: str | None = Field(None, description="As `user`.", examples=["u-1"])
     client_metadata: Annotated[Any, Ignored("it identifies the agent")] = None
-    prompt_cache_key: Cached = None
+    prompt_cache_key: str | None = Field(
+        None, description="Repeated in the reply; prefixes are cached without it.", examples=["chat-1"]
+    )
     prompt_cache_options: Cached = None
     prompt_cache_retention: Cached = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     include: list[Include] | None = Field(
         None,
-        description="Parts of a reply. Reasoning is returned as text, never encrypted; the other parts belong to tools "
-        "that this service does not have.",
+        description="Parts of a reply: log-probabilities of the answer's tokens. Reasoning is returned as text, never "
+        "encrypted; the other parts belong to tools that this service does not have.",
         examples=[["reasoning.encrypted_content"]],
     )
-    truncation: Annotated[Any, Refused("disabled")] = None
     session_id: Annotated[Any, Ignored("prefixes are found without it; SGLang's")] = None
     extra_key: NotFilled = None
     background: NotTrue = None
     background_options: NotFilled = None
-    conversation: NotSupported = None
     context_management: NotFilled = None
     max_tool_calls: NotSupported = None
     moderation: NotSupported = None
     prompt: NotSupported = None
     access_programs: NotFilled = None
     image: NotFilled = None
-    top_logprobs: Annotated[Any, Refused(0)] = None
+    top_logprobs: int | None = Field(
+        None, ge=0, description="Number of alternatives for each token of the answer.", examples=[2]
+    )
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the reply has the log-probabilities of the answer's tokens."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

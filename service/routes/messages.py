@@ -40,7 +40,7 @@ async def create(request: Request) -> Response:
     service = service_of(request)
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
-    with service.handling(), naming_errors(messages.NAMES):
+    with service.handling(), naming_errors(messages.names(body)):
         said = messages.conversation(body, served)
         turn = await planned(
             request,
@@ -53,7 +53,7 @@ async def create(request: Request) -> Response:
             request,
             messages.generate_body(body, served, turn.ids, room),
             lambda generation: messages.Messages(generation, body, turn.format),
-            messages.NAMES,
+            messages.names(body),
             turn.shape(),
         )
 
@@ -70,7 +70,7 @@ async def count_tokens(request: Request) -> Response:
     service, context = service_of(request), context_of_request()
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
-    with service.handling(), naming_errors(messages.NAMES):
+    with service.handling(), naming_errors(messages.names(body)):
         said = messages.conversation(body, served)
         count = await planned(request, body.timeout_s, conversation.count_tokens(service, served, said))
     context.model, context.tokens_in = served.name, count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from triptych.model.checkpoint.folder import Checkpoint
 from triptych.service.chat.abilities import chat_abilities
 from triptych.service.core.errors import not_found, shorten
 from triptych.service.core.models import ServedModel
+from triptych.service.dialects.anthropic_models import VERSION_HEADER, anthropic_model, anthropic_models, context_length
 from triptych.service.dialects.huggingface_info import huggingface_info
 from triptych.service.http.bodies import json_response
 from triptych.service.http.json_replies import Json
@@ -94,16 +96,17 @@ async def metrics(request: Request) -> Response:
 @routes.get(
     "/v1/models/{id:path}",
     "One model, as OpenAI shows it",
-    replies("The model.", ModelCard),
+    replies("The model.", ModelCard, Any),
     in_path("id", "The model's name."),
     errors=(404,),
 )
 async def model(request: Request) -> Response:
-    """Returns a model if it is loaded."""
+    """Returns a model if it is loaded; with the header `anthropic-version` in the form of Anthropic's API."""
     service, name = service_of(request), request.path_params["id"]
     if name not in service.models.names:
         raise service.models.unknown(name)
-    return json_response(card(service, name))
+    shown = anthropic_model if VERSION_HEADER in request.headers else card
+    return json_response(shown(service, name))
 
 
 def card(service: Service, name: str) -> Json:
@@ -111,13 +114,15 @@ def card(service: Service, name: str) -> Json:
     found = service.models.candidate(name)
     base = found.adapter_of if found is not None else ""
     card = {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
-    return card | {"root": base or name, "parent": base or None}
+    return card | {"root": base or name, "parent": base or None, "max_model_len": context_length(service, name)}
 
 
-@routes.get("/v1/models", "Models, as OpenAI lists them", replies("The models.", ModelsReply))
+@routes.get("/v1/models", "Models, as OpenAI lists them", replies("The models.", ModelsReply, Any), errors=(400,))
 async def models(request: Request) -> Response:
-    """Lists the names to use as `model`."""
+    """Lists the names to use as `model`; with the header `anthropic-version` as pages of Anthropic's API."""
     service = service_of(request)
+    if VERSION_HEADER in request.headers:
+        return json_response(anthropic_models(service, request.query_params))
     return json_response({"object": "list", "data": [card(service, name) for name in service.models.names]})
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.service.chat.conversation import take_turn
-from triptych.service.core.errors import ApiError, invalid, not_found, shorten
+from triptych.service.chat.conversation import count_tokens, take_turn
+from triptych.service.core.errors import ApiError, invalid, not_found, shorten, too_large
 from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.dialects import response_items, responses
 from triptych.service.dialects.common import naming_errors
-from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.dialects.responses_bodies import AnyItem, InputReference, InputTokensBody, ResponsesBody
 from triptych.service.http.bodies import context_of_request, json_response, read_body
 from triptych.service.http.json_replies import Json
 from triptych.service.http.model_use import chat_model, planned
@@ -22,8 +23,11 @@ from triptych.service.lifecycle.state import Service, service_of
 from triptych.service.planning.capabilities import CHAT
 from triptych.service.routes import generate
 
-routes = Routes("generate")
+routes = Routes()
 
+B = TypeVar("B", bound=InputTokensBody)
+
+_item: TypeAdapter[Any] = TypeAdapter(AnyItem)
 _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
 
 
@@ -32,6 +36,7 @@ _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
     "Responses, as OpenAI has them",
     json_body(ResponsesBody, openai=Example(CHAT, {"input": "{text}", "max_output_tokens": 64})),
     replies("A `response`, or its events.", Any, events=(Any,)),
+    task="generate",
 )
 async def create(request: Request) -> Response:
     """Works with OpenAI's client. The replica that answers keeps the conversation for `previous_response_id`.
@@ -43,6 +48,9 @@ async def create(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(responses.NAMES):
+        if body.store and not service.responses.is_on:
+            raise invalid("store: this service keeps no responses", "store", "not_supported")
+        body = await _with_items(service, body)
         before = await _previous(service, body)
         conversation = responses.conversation(body, served, before)
         turn = await planned(
@@ -56,6 +64,25 @@ async def create(request: Request) -> Response:
             responses.NAMES,
             turn.shape(),
         )
+
+
+@routes.post(
+    "/v1/responses/input_tokens",
+    "Tokens of a conversation, as OpenAI counts them",
+    json_body(InputTokensBody, openai=Example(CHAT, {"input": "{text}"})),
+    replies("The number of tokens.", Any),
+)
+async def input_tokens(request: Request) -> Response:
+    """Returns the number of tokens of the prompt that the same body of /v1/responses has."""
+    body = await read_body(request, InputTokensBody)
+    service, context = service_of(request), context_of_request()
+    served = await chat_model(request, body.model, body.timeout_s)
+    with service.handling(), naming_errors(responses.NAMES):
+        body = await _with_items(service, body.model_copy(update={"model": served.name}))
+        said = responses.conversation(body, served, await _previous(service, body))
+        count = await planned(request, body.timeout_s, count_tokens(service, served, said))
+    context.model, context.tokens_in = served.name, count
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 @routes.get(
@@ -129,10 +156,33 @@ def _not_kept(store: ResponseStore, id: str) -> ApiError:
     return not_found(message, "response_not_found")
 
 
-async def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
+async def _with_items(service: Service, body: B) -> B:
+    """Return the body with the items to which it refers in their places; raises a 400 if one is not kept."""
+    if isinstance(body.input, str) or not any(isinstance(one, InputReference) for one in body.input):
+        return body
+    tenant, kept, size = context_of_request().tenant.id, dict[str, Mapping[str, bytes]](), 0
+    items = list[Any]()
+    for at, one in enumerate(body.input):
+        if not isinstance(one, InputReference):
+            items.append(one)
+            continue
+        place, response_id = f"input[{at}].id", responses.response_of(one.id)
+        if response_id not in kept:
+            found = await service.stored_response(tenant, response_id)
+            kept[response_id] = {} if found is None else found.items()
+        if one.id not in kept[response_id]:
+            message = f"{place}: no item {shorten(one.id)} is kept; send the item itself"
+            raise invalid(message, place, "item_not_found")
+        size += len(kept[response_id][one.id])
+        if size > service.limits.max_body_bytes:
+            message = f"input: its items have more than {service.limits.max_body_bytes} bytes (max_body_bytes)"
+            raise too_large(message, "input")
+        items.append(_item.validate_json(kept[response_id][one.id]))
+    return body.model_copy(update={"input": items})
+
+
+async def _previous(service: Service, body: InputTokensBody) -> Sequence[Mapping[str, Any]]:
     """Return the messages up to the previous response; raises a 400 if they are not kept."""
-    if body.store and not service.responses.is_on:
-        raise invalid("store: this service keeps no responses", "store", "not_supported")
     if body.previous_response_id is None:
         return ()
     name = "previous_response_id"

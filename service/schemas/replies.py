@@ -271,6 +271,9 @@ class ModelCard(Reply):
         description="Of a LoRA adapter the model that it is for; else the same as `id`.", examples=["code"]
     )
     parent: str | None = Field(description="Of a LoRA adapter the model that it is for; else null.", examples=[None])
+    max_model_len: int | None = Field(
+        description="Tokens of the context, of prompt and output together; null if it is not known.", examples=[2048]
+    )
 
 
 class ModelsReply(Reply):

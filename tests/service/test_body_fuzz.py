@@ -20,7 +20,7 @@ from triptych.service.dialects.ollama_bodies import OllamaChatBody
 from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
 from triptych.service.dialects.pipelines import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
 from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.dialects.responses_bodies import InputTokensBody, ResponsesBody
 from triptych.service.runtimes.assembly import tune_garbage_collector
 from triptych.service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
 from triptych.service.schemas.encode_bodies import EncodeBody
@@ -35,6 +35,7 @@ ROUTES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/api/chat", OllamaChatBody, {"model": "chat", "messages": _HI, "options": {"num_predict": 2}}),
     ("/v1/messages/count_tokens", CountBody, {"model": "chat", "messages": _HI}),
     ("/v1/responses", ResponsesBody, {"model": "chat", "input": "x", "max_output_tokens": 2}),
+    ("/v1/responses/input_tokens", InputTokensBody, {"model": "chat", "input": "x"}),
     ("/v1/embeddings", EmbeddingBody, {"model": "enc", "input": "w1"}),
     ("/generate", GenerateBody, {"model": "gen", "prompt": "x", "max_tokens": 2}),
     ("/generate", TextGenerationBody, {"model": "gen", "inputs": "x", "parameters": {"max_new_tokens": 2}}),

@@ -44,7 +44,7 @@ from triptych.service.dialects.pipelines import (
     ZeroShotBody,
 )
 from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.dialects.responses_bodies import InputTokensBody, ResponsesBody
 from triptych.service.dialects.systemone import SystemOneBody
 from triptych.service.dialects.text2text import Text2TextBody, TranslationBody
 from triptych.service.schemas.field_paths import walk
@@ -55,6 +55,7 @@ _OPENAI: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": InputTokensBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/decisions": DecisionBody,
     "/v1/moderations": ModerationBody,

@@ -17,7 +17,8 @@ from tests.service.processes import eventually
 from tests.service.support import App, ask, check_accounts, let_time_pass, live, run
 from tests.service.test_bad_requests import check_error
 from triptych.service.core.response_store import ResponseStore, StoredResponse
-from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.dialects.content_tokens import ContentTokens, token_texts
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 TOOLS: list[Any] = [
@@ -50,10 +51,14 @@ def served() -> Iterator[tuple[App, openai.OpenAI]]:
 def test_a_response_and_its_events(served: tuple[App, openai.OpenAI]) -> None:
     app, client = served
     says(app, SAID)
-    asked = {**ASKED, "metadata": {"a": "b"}, "instructions": "Be brief."}
+    named = {"prompt_cache_key": "k", "safety_identifier": "s"}
+    asked = {**ASKED, "metadata": {"a": "b"}, "instructions": "Be brief.", **named}
     whole = client.responses.create(**asked)
     assert {item.status for item in whole.output} == {"completed"} and whole.completed_at  # type: ignore[union-attr]
     assert whole.status == "completed" and whole.id.startswith("resp_") and whole.metadata == {"a": "b"}
+    echoed = {"prompt_cache_key": "k", "safety_identifier": "s", "background": False, "service_tier": "default"}
+    echoed |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "top_logprobs": 0, "max_tool_calls": None}
+    assert {name: whole.to_dict()[name] for name in echoed} == echoed  # the schema of openresponses.org requires them
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert whole.output[0].content[0].text == "A city." and whole.output_text == "Let me see."  # type: ignore[union-attr, index]
     assert [(item.name, item.arguments) for item in whole.output[2:]] == CALLED  # type: ignore[union-attr]
@@ -65,6 +70,7 @@ def test_a_response_and_its_events(served: tuple[App, openai.OpenAI]) -> None:
         events = list(stream)
         final = stream.get_final_response()
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert {*echoed, "completed_at"} <= events[0].response.to_dict().keys()  # type: ignore[union-attr]
     types = [event.type for event in events]
     block = ["output_item.added", "content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
@@ -108,6 +114,85 @@ def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
     assert f"{SAID}<|end|>\n<|turn|>tool\nSun<|end|>\n<|turn|>system\nNow.<|end|>" in by_id
     client.responses.create(model="chat", input="And?", previous_response_id=second.id)
     assert prompt_of(app).endswith("Sunny.<|end|>\n<|turn|>user\nAnd?<|end|>\n<|turn|>assistant\n")
+    client.responses.create(model="chat", input=[], previous_response_id=second.id)  # pydantic-ai's, without a prompt
+    assert prompt_of(app).endswith("Sunny.<|end|>\n<|turn|>assistant\n")
+
+
+def test_items_are_given_by_their_ids(served: tuple[App, openai.OpenAI]) -> None:
+    """Vercel's AI SDK sends texts and reasoning of earlier responses by id, and calls whole; older ones calls too."""
+    app, client = served
+    says(app, SAID)
+    first = client.responses.create(**ASKED)
+    whole = [item.to_dict() for item in first.output]
+    by_id = [{"type": "item_reference", "id": item.id} for item in first.output]
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "Sun"} for item in whole[2:]]
+
+    def prompt_with(items: list[Any]) -> str:
+        sent: Any = [*HELLO, *items, *results]
+        made = client.responses.create(model="chat", tools=TOOLS, input=sent)
+        listed = [item.type for item in client.responses.input_items.list(made.id, order="asc")]
+        assert listed == ["message", *(item.type for item in first.output), *["function_call_output"] * 2]
+        counted = client.responses.input_tokens.count(model="chat", tools=TOOLS, input=sent)
+        assert counted.input_tokens == len(app.client.submitted[-1].prompt_token_ids)
+        return prompt_of(app)
+
+    expected = prompt_with(whole)
+    assert prompt_with(by_id) == prompt_with([*by_id[:2], *whole[2:]]) == expected
+
+
+def test_items_given_by_their_ids_are_bounded() -> None:
+    """A short body could otherwise ask for any number of long texts."""
+    app = calling_app(settings=ServiceSettings(limits=Limits(max_body_bytes=2_000)))
+    says(app, "Hello")
+    item = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES]).json()["output"][0]
+    by_id = [{"type": "item_reference", "id": item["id"]}] * 20
+    check_error(ask(app, "POST", RESPONSES, json=GOOD[RESPONSES] | {"input": by_id}), 413, "input", "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}]
+)
+def test_log_probabilities_are_those_of_the_answer(served: tuple[App, openai.OpenAI], asked: Any) -> None:
+    """Tokens of the reasoning, of calls, and of marks have none."""
+    app, client = served
+    says(app, SAID)
+    [text] = client.responses.create(**ASKED, **asked).output[1].content  # type: ignore[union-attr]
+    assert "".join(one.token for one in text.logprobs) == text.text == "Let me see."  # type: ignore[union-attr]
+    assert {(one.logprob, len(one.top_logprobs)) for one in text.logprobs} == {(-0.5, 2)}  # type: ignore[union-attr]
+    assert bytes(text.logprobs[0].bytes) == b"L"  # type: ignore[union-attr, index]
+    events = list(client.responses.create(**ASKED, **asked, stream=True))
+    pieces = [event for event in events if event.type == "response.output_text.delta"]
+    assert ["".join(one.token for one in piece.logprobs) for piece in pieces] == [piece.delta for piece in pieces]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.token for one in done.logprobs] == [one.token for one in text.logprobs]  # type: ignore[union-attr]
+    [last] = events[-1].response.output[1].content  # type: ignore[union-attr]
+    assert last == text and events[-1].response.top_logprobs == 2  # type: ignore[union-attr]
+
+
+def test_log_probabilities_without_alternatives(served: tuple[App, openai.OpenAI]) -> None:
+    app, client = served
+    says(app, "Hé")
+    included: Any = {"input": "x", "include": ["message.output_text.logprobs"]}
+    [text] = client.responses.create(model="chat", **included).output[0].content  # type: ignore[union-attr]
+    assert (text.text, len(text.logprobs)) == ("Hé", 3)  # type: ignore[union-attr, arg-type]
+    assert not any(one.top_logprobs for one in text.logprobs)  # type: ignore[union-attr]
+    [bare] = client.responses.create(model="chat", input="x").output[0].content  # type: ignore[union-attr]
+    assert bare.logprobs == []  # type: ignore[union-attr]
+
+
+def test_tokens_of_a_piece() -> None:
+    """They are found where a token shares a mark, begins a character, or comes with others."""
+    told = [{"text": one} for one in ("<a>", "\n\nHi", " \ufffd", "\ufffd", "!<", "b>")]
+    parted = [{"text": one} for one in ("Hi", "</s>", " ", "\ufffd", "\ufffd", "!", "</s>")]
+    assert [text for text, _ in token_texts("Hi é!", parted)] == ["Hi", "", " ", "", "é", "!", ""]
+    assert [text for text, _ in token_texts("Hi é", parted[:5])] == ["Hi", "", " ", "", "é"]
+    assert token_texts("held Hi", parted[:1]) == [("held Hi", parted[0])] and token_texts("", parted[:1])[0][0] == ""
+    tokens = ContentTokens()
+    for text, one in zip(("<a>", "\n\nHi", " ", "é", "!<", "b>"), told, strict=True):
+        tokens.add(text, one)
+    assert tokens.take("Hi é!", held=3) == told[1:5]
+    assert tokens.take("<b>", held=0) == told[5:]
+    assert tokens.take("never said", held=0) == []
 
 
 def test_instructions_join_a_system_message(served: tuple[App, openai.OpenAI]) -> None:
@@ -156,11 +241,14 @@ def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI], monkey
 
 NO, IV, IT = "not_supported", "invalid_value", "invalid_type"
 IMAGE = {"type": "image", "source": {}}
+FORMAT = {"type": "json_schema", "schema": PARAMETERS}
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"input": None}, "input", IT),
     (RESPONSES, {"input": []}, "input", IV),
     (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role", IV),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", NO),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type", NO),
+    (RESPONSES, {"input": [*HELLO, {"type": "item_reference", "id": "msg_x_0"}]}, "input[1].id", "item_not_found"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "item_not_found"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", NO),
     (RESPONSES, {"input": "Hi " * 9999}, "input", "context_length_exceeded"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", IV),
@@ -179,7 +267,9 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"previous_response_id": "resp_x"}, "previous_response_id", "previous_response_not_found"),
     (RESPONSES, {"background": True}, "background", NO),
     (RESPONSES, {"truncation": "auto"}, "truncation", NO),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include[0]", IV),
+    (RESPONSES, {"include": ["reasoning.text"]}, "include[0]", IV),
+    (RESPONSES, {"top_logprobs": -1}, "top_logprobs", IV),
+    (RESPONSES, {"top_logprobs": 10_000}, "top_logprobs", IV),
     (RESPONSES, {"conversation": "x"}, "conversation", NO),
     (RESPONSES, {"temperature": -1}, "temperature", IV),
     (MESSAGES, {"max_tokens": 0}, "max_tokens", IV),
@@ -198,6 +288,8 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (MESSAGES, {"tools": OWN_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name", "missing_field"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", IV),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 2}}, "thinking.budget_tokens", IV),
+    (MESSAGES, {"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format", IV),
+    (MESSAGES, {"output_format": FORMAT | {"schema": {"type": "x"}}}, "output_format.schema", IV),
     (MESSAGES, {"stop_sequences": ["a"] * 5}, "stop_sequences", IV),
     (MESSAGES, {"output_config": {"effort": "some"}}, "output_config.effort", IV),
     (MESSAGES, {"container": "x"}, "container", NO),

@@ -30,6 +30,7 @@ TYPES = [
     ("/v1/embeddings", f"{OPENAI}.embedding_create_params.EmbeddingCreateParams"),
     ("/v1/decisions", f"{OPENAI}.decision_create_params.DecisionCreateParams"),
     ("/v1/responses", f"{OPENAI}.responses.response_create_params.ResponseCreateParamsStreaming"),
+    ("/v1/responses/input_tokens", f"{OPENAI}.responses.input_token_count_params.InputTokenCountParams"),
     ("/v1/audio/transcriptions", f"{OPENAI}.audio.transcription_create_params.TranscriptionCreateParamsStreaming"),
     ("/v1/audio/translations", f"{OPENAI}.audio.translation_create_params.TranslationCreateParams"),
     ("/v1/messages", f"{ANTHROPIC}.message_create_params.MessageCreateParamsStreaming"),

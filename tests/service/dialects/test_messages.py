@@ -179,6 +179,9 @@ def test_choices_and_ends_of_messages(served: tuple[App, Any], anthropic: Any) -
     held = {"format": {"type": "json_schema", "schema": PARAMETERS}}
     assert client.messages.create(**SENT | {"tools": []}, output_config=held).stop_reason == "end_turn"
     assert "%json" in app.client.submitted[-1].params.grammar
+    grammar = app.client.submitted[-1].params.grammar
+    client.messages.create(**SENT | {"tools": []}, extra_body={"output_format": held["format"]})  # anthropic 0.77's
+    assert app.client.submitted[-1].params.grammar == grammar
     says(app, '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}')
     cut = client.messages.create(**SENT | {"max_tokens": 57})
     assert (cut.stop_reason, cut.content[0].input) == ("max_tokens", {"city": "Osl"})
@@ -217,4 +220,25 @@ def test_errors_of_messages_are_those_of_anthropics_client(anthropic: Any) -> No
             f"{url}{COUNT}", content=b"{", headers={"content-type": "application/json", "x-api-key": "right"}
         )
         assert body.json()["error"]["type"] == "invalid_request_error"
+    check_accounts(app)
+
+
+def test_models_are_listed_in_the_form_of_this_api(anthropic: Any) -> None:
+    app = chat_app()
+    with live(app) as url:
+        models = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0).models
+        page = models.list(limit=3)
+        assert [one.id for one in page.data] == ["gen", "seq", "enc"] and page.has_more
+        assert [one.id for one in page] == ["gen", "seq", "enc", "chat"]
+        assert [one.id for one in models.list(limit=1, before_id="enc")] == ["seq", "gen"]
+        found = models.retrieve("gen")
+        assert (found.type, found.display_name, found.lifecycle) == ("model", "gen", "active") and found == page.data[0]
+        context = httpx.get(f"{url}/v1/models/gen").json()["max_model_len"]
+        assert found.max_input_tokens == context > 0 and found.created_at.year > 2000
+        with pytest.raises(anthropic.BadRequestError, match="after_id: no model 'nope'"):
+            models.list(after_id="nope")
+        with pytest.raises(anthropic.BadRequestError, match="limit"):
+            models.list(limit=0)
+        with pytest.raises(anthropic.NotFoundError, match="nope"):
+            models.retrieve("nope")
     check_accounts(app)
