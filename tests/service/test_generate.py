@@ -294,11 +294,13 @@ class TestTargetLanguage:
     @pytest.mark.parametrize(("code", "token"), [("fr_XX", 257), ("__de__", 258), ("de", 258)])
     def test_the_output_begins_behind_the_languages_token(self, app: App, code: str, token: int) -> None:
         generate(app, model="seq", prompt="ab", target_language=code)
-        assert app.client.submitted[-1].prompt_token_ids == (0, token)
+        sent = app.client.submitted[-1]
+        assert (sent.prompt_token_ids, sent.num_forced) == ((0, token), 1)
 
     def test_a_decoder_prompt_comes_after_it(self, app: App) -> None:
         generate(app, model="seq", prompt="ab", target_language="fr_XX", decoder_prompt=[5, 9])
-        assert app.client.submitted[-1].prompt_token_ids == (0, 257, 5, 9)
+        sent = app.client.submitted[-1]
+        assert (sent.prompt_token_ids, sent.num_forced) == ((0, 257, 5, 9), 0)
 
     @pytest.mark.parametrize("code", ["fr", "<s", "a", "__fr_XX__", "DE"])
     def test_invalid_language_tokens(self, app: App, code: str) -> None:
