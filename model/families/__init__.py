@@ -130,6 +130,9 @@ def _read(raw: dict[str, Any], names: Collection[str] | None, *, strict: bool) -
         if names is not None and not config.is_tied:
             config = family.config(settings, {*family.by_rule_name(names, tied=False)})
         config = replace(config, generation=generation_rules(settings))
+        if config.classifier is not None and "pad_token_id" not in raw:  # which tells where a text ends
+            default = config.pad_token_id
+            config = replace(config, pad_token_id=settings.class_defaults().get("pad_token_id", default))
     except KeyError as error:
         raise MissingKeyError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}", error.args[0]) from None
     except ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 
 from tests.engine.test_encode_engine import encoded
 from tests.model.checkpoints import BART, BERT, CPU, by_layer, prompt, randomise
-from tests.model.decoder_rows import random_model
+from tests.model.decoder_rows import BLOOM, LLAMA, random_model
 from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint.folder import read_checkpoint
@@ -67,6 +68,25 @@ def test_the_decoder_begins_as_that_of_its_family(kind: str, tmp_path: Path) -> 
     """mBART and PLBART begin with the language of the text, which is its last token."""
     folder = folder_of(tmp_path / kind, f"{kind}ForSequenceClassification", BART)
     assert_equal(folder, [MARKED, (*prompt(4), END, LANGUAGE + 1), (*prompt(6), END), (*prompt(5), END, LANGUAGE, 1)])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "padding"),
+    [
+        ("GemmaForSequenceClassification", {**LLAMA, "head_dim": 16}, 0),
+        ("LlamaForSequenceClassification", LLAMA, 0),  # which its class has not
+        ("BloomForSequenceClassification", BLOOM, 3),
+        ("MBartForSequenceClassification", BART, 1),
+    ],
+)
+def test_padding_that_a_folder_does_not_name_is_that_of_its_class(
+    architecture: str, settings: dict[str, Any], padding: int, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "m", architecture, settings)
+    config = json.loads((folder / "config.json").read_text())
+    del config["pad_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_equal(folder, [(*prompt(7), END, padding), (*prompt(4), END, LANGUAGE, padding, padding), (*prompt(5), END)])
 
 
 _NLI = {"0": "entailment", "1": "neutral", "2": "contradiction"}
