@@ -24,6 +24,7 @@ def test_programs_are_those_of_the_table_and_versions_are_pinned() -> None:
     assert len(NAMES) == len(CLIENTS)
     for client in CLIENTS:
         assert all(re.fullmatch(r"[\w.\[\],-]+==[\w.]+", one) for one in client.requirements), client.name
+        assert all(re.fullmatch(r"(@[\w-]+/)?[\w-]+@[\d.]+", one) for one in client.npm), client.name
 
 
 def test_features_are_of_a_column() -> None:

@@ -24,7 +24,7 @@ def python_of(client: Client) -> Path:
     """Return the Python of the client's environment, which is made where it is missing."""
     folder = ROOT / "environments" / client.name
     python, made = folder / "bin" / "python", folder / "made"
-    wanted = "\n".join([*client.requirements, *client.debian])
+    wanted = "\n".join([*client.requirements, *client.npm, *client.debian])
     if not made.exists() or made.read_text() != wanted:
         with _alone():
             uv = _uv()
@@ -34,6 +34,8 @@ def python_of(client: Client) -> Path:
                 _run([uv, "pip", "install", "--quiet", "--python", str(python), *without, *client.requirements])
             if client.torch:
                 _lend_torch(folder)
+            if client.npm:
+                _run(["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *client.npm])
             for package in client.debian:
                 _unpack(package, folder)
         made.write_text(wanted)

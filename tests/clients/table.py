@@ -20,6 +20,7 @@ class Client:
     name: str
     program: str  # a file in programs/
     requirements: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()  # packages of npm, in node_modules of the environment
     needs: tuple[str, ...] = ()  # commands of the machine
     debian: tuple[str, ...] = ()  # packages, each with a command of its name, that are unpacked where it is missing
     torch: bool = False  # its torch is the one that runs this, as PyPI's brings gigabytes for GPUs
@@ -27,6 +28,8 @@ class Client:
     @property
     def title(self) -> str:
         """Return the name that the table of docs/api.md has, with the version."""
+        if self.npm:
+            return self.npm[0].replace("@", " ")
         package, _, version = self.requirements[0].partition("==") if self.requirements else (self.name, "", "")
         return f"{package.partition('[')[0]} {version}".strip()
 
@@ -57,6 +60,18 @@ CLIENTS = (
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]==2.68.0",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
+    Client(
+        "ai-sdk",
+        "ai_sdk_client.py",
+        npm=(
+            "ai@6.0.326",
+            "@ai-sdk/openai@3.0.141",
+            "@ai-sdk/openai-compatible@2.0.92",
+            "@ai-sdk/anthropic@3.0.140",
+            "zod@4.6.7",
+        ),
+        needs=("node", "npm"),
+    ),
     Client("llm", "llm_client.py", ("llm==0.36",)),
     Client("aider", "aider_client.py", ("aider-chat==0.86.2",), needs=("git",)),
     Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1", *_TORCH_NEEDS), torch=True),
