@@ -89,6 +89,8 @@ def worst_bodies() -> Iterator[Worst]:
     call = _CALL.replace(b"{}", b'{\\"a\\":[' + b"{}," * 5000 + b"{}]}")
     yield _chat(_CALLS, call, b"]}]", "objects in arguments")
     yield _chat(_CALLS, _CALL.replace(b"{}", b"[" + (_FLOAT + b",") * 5000 + b"1]"), b"]}]", "numbers in arguments")
+    unclosed = _CALL.replace(b"{}", b"[]," * 200 + b'\\"' + b'\\\\\\"' * 100_000)
+    yield _chat(_CALLS + unclosed + b",", _CALL, b"]}]", "a text without an end in arguments")
     yield _chat(b'"messages":[{"role":"user","content":"' + b"a" * (SIZE - 99), b"", b'"}]', "one text")
     yield _chat(b'"messages":[{"role":"user","content":"' + b"\\u0041" * (SIZE // 6 - 99), b"", b'"}]', "escapes")
     yield _message(_ASSISTANT, _USE, b"]}]", "uses of tools")
@@ -134,6 +136,8 @@ def worst_bodies() -> Iterator[Worst]:
     yield _generate(b'"prompt":"x","regex":"' + b"a" * (SIZE - 99), b"", b'"', "a long expression")
     yield _generate(b'"prompt":"x","grammar":"' + b"a" * (SIZE - 99), b"", b'"', "a long grammar")
     yield _generate(b"[" * (SIZE // 2), b"", b"", "brackets")
+    for grammar in (b"root ::= a " + b"#" * 64, b"\\n" * 60_000, b'root ::= \\"a\\"{' + b" " * 60_000):
+        yield _generate(b'"grammar":"' + grammar + b'","prompt":[', b"0", b"]", f"{grammar[:12].decode()} as a grammar")
     schema = b'{"model":"gen","inputs":"x","parameters":{"grammar":{"type":"json","value":"'
     yield _other(GENERATE, schema + b"[" + (_FLOAT + b",") * 50_000, b"", b'1]"}}}')
     yield _other(GENERATE, schema + b"[" + b"{}," * 20_000, b"", b'1]"}}}')

@@ -7,6 +7,9 @@ could go on with a character that may also follow is left to the parser, piece b
 
 from __future__ import annotations
 
+from itertools import compress
+from operator import not_
+
 from triptych.model.errors import GrammarError
 from triptych.model.text.endless_rules import endless_rule
 from triptych.model.text.gbnf_syntax import ALL, Choice, Name, Node, Repeat, Sequence, Text, names_in, parsed, place_of
@@ -34,15 +37,22 @@ class _Sets:
         self._first = dict.fromkeys(names, 0)
         self.follow = dict.fromkeys(names, 0)
         self._more: dict[str, int] = {}
+        # What was found of nodes, by identity: those of groups within groups are asked for again and again.
+        self._nullable_of: dict[int, tuple[Node, bool]] = {}
+        self._first_of: dict[int, tuple[Node, int]] = {}
         for _ in range(_MAX_PASSES):
             before = (dict(self._nullable), dict(self._first))
             for name in reversed(names):
+                self._nullable_of.clear()
+                self._first_of.clear()
                 self._nullable[name] = self.is_nullable(rules[name])
                 self._first[name] = self.first(rules[name])
             if before == (self._nullable, self._first):
                 break
         else:
             self._first = dict.fromkeys(names, ALL)
+        self._nullable_of.clear()
+        self._first_of.clear()
         for _ in range(_MAX_PASSES):
             known = dict(self.follow)
             for name in names:
@@ -52,6 +62,12 @@ class _Sets:
         self.follow = dict.fromkeys(names, ALL)
 
     def is_nullable(self, node: Node) -> bool:
+        known = self._nullable_of.get(id(node))
+        if known is None:
+            known = self._nullable_of[id(node)] = (node, self._is_nullable(node))
+        return known[1]
+
+    def _is_nullable(self, node: Node) -> bool:
         match node:
             case Text(written):
                 return written == '""'
@@ -65,6 +81,12 @@ class _Sets:
                 return count in "*?" or count.startswith("{0,") or self.is_nullable(part)
 
     def first(self, node: Node) -> int:
+        known = self._first_of.get(id(node))
+        if known is None:
+            known = self._first_of[id(node)] = (node, self._found_first(node))
+        return known[1]
+
+    def _found_first(self, node: Node) -> int:
         match node:
             case Text():
                 return node.first
@@ -220,9 +242,10 @@ class _Writer:
 
     def _is_lexeme(self, node: Node, follow: int) -> bool:
         """Whether the lexer alone finds where a text of the node ends."""
-        if not all(one.name in self._regular for one in names_in(node)):
-            return False
-        return not self._sets.more(node) & follow
+        return self._is_regular(node) and not self._sets.more(node) & follow
+
+    def _is_regular(self, node: Node) -> bool:
+        return all(one.name in self._regular for one in names_in(node))
 
     def _expression(self, node: Node) -> str:
         """Return the lexer's expression of a node."""
@@ -246,10 +269,11 @@ class _Writer:
             case Sequence(parts):
                 return self._sequence(parts, follow)
             case Choice(options):
-                plain = Choice(tuple(one for one in options if self._is_lexeme(one, follow)))
+                are_plain = [self._is_lexeme(one, follow) for one in options]
+                plain = Choice(tuple(compress(options, are_plain)))
                 if not self._is_lexeme(plain, follow):
                     return f"({' | '.join(self._rule(one, follow) for one in options)})"
-                others = [self._rule(one, follow) for one in options if one not in plain.options]
+                others = [self._rule(one, follow) for one in compress(options, map(not_, are_plain))]
                 return f"({' | '.join([*([self._lexeme(plain)] if plain.options else []), *others])})"
             case Repeat(part, count):
                 return f"({self._rule(part, follow | self._sets.first(part))}){count}"
@@ -265,18 +289,37 @@ class _Writer:
         """Return the parts, with neighbours joined to one lexeme while the lexer can find its end."""
         found, end = list[str](), len(parts)
         while end:
-            begin = end
-            while begin and self._is_lexeme(Sequence(parts[begin - 1 : end]), follow):
-                begin -= 1
-            begin = min(begin, end - 1)
-            run = Sequence(parts[begin:end])
-            if self._is_lexeme(run, follow):
+            begin = self._begin_of_lexeme(parts, end, follow)
+            if begin < end:
+                run = Sequence(parts[begin:end])
                 found.append(self._lexeme(run if len(run.parts) > 1 else run.parts[0]))
             else:
+                begin = end - 1
+                run = Sequence(parts[begin:end])
                 found.append(self._rule(parts[begin], follow))
             follow = self._sets.first_of(run.parts, follow)
             end = begin
         return f"({' '.join(reversed(found))})"
+
+    def _begin_of_lexeme(self, parts: tuple[Node, ...], end: int, follow: int) -> int:
+        """Return the first of the most parts up to `end` that are a lexeme together; `end` if the last alone is none.
+
+        It looks at each part once: there may be thousands.
+        """
+        begin, more, may_be_empty = (
+            end,
+            0,
+            True,
+        )  # what those from `begin` on may go on with, and whether all can be empty
+        while begin and self._is_regular(parts[begin - 1]):
+            if may_be_empty:
+                more |= self._sets.more(parts[begin - 1])
+                may_be_empty = self._sets.is_nullable(parts[begin - 1])
+                more |= self._sets.first(parts[begin - 1]) if may_be_empty else 0
+            if more & follow:
+                break
+            begin -= 1
+        return begin
 
     def _lexeme(self, node: Node) -> str:
         if isinstance(node, Name):

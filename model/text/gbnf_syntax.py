@@ -12,9 +12,9 @@ from triptych.model.text.patterns import literal
 
 _MAX_RULES, _MAX_NESTING, _MAX_COUNT = 2_000, 100, 10_000
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_DEFINED = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*(?:[ \t]|#[^\n]*)*::=")
-_COUNT = re.compile(r"\{\s*(\d{1,9})?\s*(,)?\s*(\d{1,9})?\s*\}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_DEFINED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*[ \t]*::=")
+_COUNT = re.compile(r"\{\s*(?:(\d{1,9})\s*)?(?:(,)\s*(?:(\d{1,9})\s*)?)?\}")
 _CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{sign: sign for sign in '"\\[]^-/'}}
 _OTHERS = 1 << 128  # the bit of all characters beyond ASCII

@@ -20,15 +20,15 @@ _TOKEN = re.compile(
     |(?P<regex>/(?:[^/\\\n]|\\.)+/[imslux]*)
     |(?P<directive>%[a-z_]+)
     |(?P<name>[?!]?[A-Za-z_][A-Za-z0-9_-]*)
-    |(?P<count>\{\s*\d*\s*,?\s*\d*\s*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+    |(?P<count>\{\s*(?:\d+\s*)?(?:,\s*(?:\d+\s*)?)?\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
     |(?P<other>->|[:|()*+?&~,.\[\]]|\d+)""",
     re.VERBOSE,
 )
 _IMPORT = re.compile(r"%import[^\n]*")
 _COMMON = re.compile(r"%import\s+common\b")
 _IMPORTED = re.compile(r"(?:\.|->\s*|\(|,\s*)([A-Z_][A-Z0-9_]*)(?=\s*(?:,|\)|$))")
-_IS_LARK = re.compile(r"(?m)^\s*(?:%[a-z]|[?!]?[A-Za-z_][A-Za-z0-9_-]*(?:\[[^\]\n]*\])?\s*:(?!:))")
-_OPTIONS = re.compile(r"\[([^\]\n]*)\]")
+_IS_LARK = re.compile(r"(?m)^[^\S\n]*(?:%[a-z]|[?!]?[A-Za-z_][A-Za-z0-9_-]*(?:\[[^\]\n]*\])?[ \t]*:(?!:))")
+_OPTIONS = re.compile(r"\[([^\]\n]{0,200})\]")
 _PRIORITY = re.compile(r"\.-?\d+[ \t]*:")
 _MAX_TOKENS = 50_000
 _UNKNOWN = {

@@ -169,7 +169,8 @@ def value_json(text: str, schema: object, *, is_string: bool | None = None) -> s
     families write Python literals in place of JSON.
     """
     if "<![CDATA[" in text:
-        text = _CDATA.sub(lambda found: found[1], text)
+        end = text.rfind("]]>") + 3  # beginnings without an end cost the rest of the text each
+        text = _CDATA.sub(lambda found: found[1], text[:end]) + text[end:]
     if is_string or (is_string is None and is_text(schema)):
         return _string(text)
     wants_string = isinstance(schema, Mapping) and schema.get("type") == "string"

@@ -11,7 +11,7 @@ from triptych.service.core.errors import ApiError, invalid
 BODY_LEVELS: Final = 200  # of a body, the limit of Pydantic's parser
 VALUE_LEVELS: Final = 190  # of a value within a body, such as a schema; the rest is for the levels around it
 
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\],:]', re.DOTALL)
 
 
 def deep_place(raw: bytes, most: int) -> list[int | str] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -45,6 +47,7 @@ NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 HELD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "2**60": ({"const": 2**60}, [str(2**60)], [str(2**60 + 1), str(2**60 - 1)]),
     "10**300": ({"const": 10**300}, [str(10**300)], [str(10**300 + 1)]),
+    "10**400": ({"type": "string", "maxLength": 10**400, "minLength": 1}, ['"a"'], ['""', "1"]),
     "2**53": ({"type": "integer", "maximum": 2**53, "minimum": 2**53 - 2}, [str(2**53)], [str(2**53 + 1), "9"]),
     "64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-7", str(2**62)], [str(2**63)]),
     "64 bits more": ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0", str(2**63 - 1024)], [str(2**64)]),
@@ -265,6 +268,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pattern": r"^[\u0001]$"}, "#/pattern: pattern: a control character"),
     ({"patternProperties": {"\x7f": {}}}, "#/patternProperties/.*: patternProperties: a control character"),
     ({"type": "number", "exclusiveMinimum": 2**53}, "#/exclusiveMinimum: .* too large to be held exactly"),
+    ({"type": [["string"]]}, "#/type: type must be of array, .* found a list"),
+    ({"not": {"type": 5}}, "#/not/type: type must be of array, .* found 5"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": 5}}}, "#/\\$defs/a/type: type must be of array"),
+    ({"oneOf": [{"type": 5}, {"type": "null"}]}, "#/oneOf: oneOf is served where"),
+    ({"minLength": 10**400}, "#/minLength: minLength may be 65,536 at most, found 1000"),
+    ({"minimum": 10**400}, "#/minimum: minimum 1000.* leaves only numbers of"),
+    ({"multipleOf": 10**400}, "#/multipleOf: multipleOf 1000.* cannot be held exactly"),
 ]
 
 
@@ -273,6 +283,25 @@ def test_a_refusal_names_the_keyword_and_its_place(schema: dict[str, Any], messa
     with pytest.raises(GrammarError, match=f"^{message}") as refusal:
         json_grammar(schema)
     assert len(str(refusal.value)) <= 400
+
+
+_TEXTS = [{"const": f"{at}"} for at in range(1_200)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"enum": list(range(6_000))}, *_TEXTS]},
+        {"oneOf": [{"const": list(range(6_000))}, *_TEXTS]},
+    ],
+    ids=["enum", "const"],
+)
+def test_the_time_that_a_schema_takes_is_bounded(schema: dict[str, Any]) -> None:
+    assert len(json.dumps(schema)) < 70_000
+    began = time.thread_time()
+    with suppress(GrammarError):
+        json_grammar(schema)
+    assert time.thread_time() - began < 4
 
 
 def test_a_long_place_is_shortened() -> None:
@@ -322,6 +351,7 @@ PATTERNS: list[tuple[str, list[str], list[str]]] = [
     ("[+--]", ["+", "-", ","], ["a"]),
     (r"\d+", ["12"], ["٣"]),
     (r"\w", ["a", "_"], ["é"]),
+    ("a{٣}", ["a{٣}"], ["aaa"]),
     (r"\s", ["\u00a0", " "], ["a"]),
     ("a.c", ["abc"], ["a\nc", "a\rc"]),
     ("(^a|b)c$", ["ac", "bc"], ["abc"]),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 
 from tests.model.test_json_schemas import allows
@@ -32,6 +35,9 @@ ACCEPTED: list[tuple[str, list[str], list[str]]] = [
     ('start: "b" "a"{0} "c"{0,0}', ["b"], ["ba", "bc"]),
     ("start: /[a[bc]]/ /x/i", ["a]X", "[]x"], ["ax"]),
     ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names that we use too
+    ('root ::= "a" b # c ::= d\n# root ::= e\nb ::= "x" # b', ["ax"], ["a", "axb"]),
+    ('root ::= 0-kv "}"\n0-kv ::= "\\"0\\":" [0-9]', ['"0":7}'], ['"0":}']),  # llama.cpp's names of properties
+    ('root ::= "a"{ 2 } "b"{ 1 , } "c"{ , 2 }', ["aab", "aabbcc"], ["ab", "aabccc"]),
 ]
 
 
@@ -125,3 +131,31 @@ def test_a_rule_that_holds_itself_may_end(grammar: str) -> None:
 def test_what_only_the_library_finds_is_told_with_its_line() -> None:
     with pytest.raises(GrammarError, match=r"\(line 3\)"):
         allows(written_grammar('start: "a"\n\nb: "x" )\n'), "a")
+
+
+_LOOP = '\nx ::= "(" x ")" | "b"'  # which needs the parser
+_LONG = 60_000  # characters; a client may send 65,536
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "a" b ' + "#" * 64 + '\nb ::= "b"',
+        'root ::= "a"{' + " " * _LONG + "x",
+        'start: "a"{' + " " * _LONG + "x",
+        "\n" * _LONG,
+        " " * _LONG + "start",
+        "start: " + "a[" * (_LONG // 2),
+        "root ::= " + '"a" ' * (_LONG // 4) + "x" + _LOOP,
+        "root ::= x " + '"a"? ' * (_LONG // 5) + _LOOP,
+        "root ::= " + '"a" | ' * (_LONG // 6) + "x" + _LOOP,
+        "root ::= " + "[a-b]? | " * (_LONG // 9) + "x" + _LOOP,
+        "root ::= x " + ("(" * 90 + '"a")? ' * 90) * (_LONG // 600) + _LOOP,
+    ],
+    ids=lambda grammar: grammar[:12],
+)
+def test_the_time_that_a_grammar_takes_grows_with_its_length(grammar: str) -> None:
+    began = time.thread_time()
+    with suppress(GrammarError):
+        written_grammar(grammar)
+    assert time.thread_time() - began < 4

@@ -19,6 +19,7 @@ from triptych.model.text.token_bytes import TokenBytes
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.call_parsers import DEEPSEEK_MARKS
+from triptych.service.chat.call_texts import value_json
 from triptych.service.chat.chat_template import CallIds
 from triptych.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
 from triptych.service.chat.json_text import JsonText
@@ -474,3 +475,9 @@ def test_no_format_gives_out_half_of_a_surrogate_pair(name: str) -> None:
                 for shown in (found.content, *(call.arguments for call in found.calls)):
                     shown.encode()
                     assert "\\ud800" not in shown or shown is found.content
+
+
+def test_beginnings_of_cdata_without_an_end_cost_no_more_than_text() -> None:
+    began, text = time.thread_time(), "<![CDATA[" * 20_000
+    assert value_json(f"<![CDATA[a]]>{text}", {"type": "string"}) == json.dumps("a" + text)
+    assert time.thread_time() - began < 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from triptych.model.text.schemas.documents import Document, Place
 from triptych.model.text.schemas.numbers import is_number
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_STEPS = 20_000  # of all comparisons of a schema
+_STEPS = 20_000  # of all comparisons
 _DEPTH = 6  # of properties within each other
 _LIMITS = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
 
@@ -21,9 +22,12 @@ _Parts = tuple[Place, ...]  # schemas that all hold
 class Comparison:
     """Compares the schemas of one document, within a limited number of steps."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, before: Comparison | None = None) -> None:
+        """`before` has compared some of them, and knows what is in long lists."""
         self._document = document
         self._steps = _STEPS
+        # What is in lists of the document, by their identity.
+        self._known: dict[tuple[str, int], Any] = {} if before is None else before._known
 
     def are_disjoint(self, first: Iterable[Place], second: Iterable[Place], depth: int = _DEPTH) -> bool:
         """Whether no value is accepted by all of `first` and all of `second`. False where that is not proven."""
@@ -37,7 +41,7 @@ class Comparison:
         both = (*ours, *theirs)
         if any(part.value is False for part in both):
             return True
-        types = TYPES.intersection(*map(_types, both))
+        types = TYPES.intersection(*map(self._types, both))
         if all(self._without_common(kind, ours, theirs, depth) for kind in types):
             return True
         for mine, other in ((ours, theirs), (theirs, ours)):
@@ -75,8 +79,8 @@ class Comparison:
 
     def _without_common(self, kind: str, ours: _Parts, theirs: _Parts, depth: int) -> bool:
         """Whether no value of this type is in both."""
-        values = [_values(part, kind) for part in (*ours, *theirs)]
-        listed = [one for one in values if one is not None]
+        values = [self._values(part) for part in (*ours, *theirs)]
+        listed = [one.get(kind, frozenset[str]()) for one in values if one is not None]
         if listed and not listed[0].intersection(*listed[1:]):
             return True
         if kind in _LIMITS and _is_empty_range((*ours, *theirs), *_LIMITS[kind]):
@@ -94,26 +98,34 @@ class Comparison:
             for name in names
         )
 
+    def _types(self, part: Place) -> frozenset[str]:
+        given = part.value.get("type") if isinstance(part.value, dict) else None
+        if isinstance(given, str):
+            return frozenset({"number" if given == "integer" else given})
+        if not isinstance(given, list):
+            return TYPES  # none is given, or it is refused where it is translated
+        found: frozenset[str] | None = self._known.get(("type", id(given)))
+        if found is None:
+            found = frozenset("number" if name == "integer" else str(name) for name in given)
+            self._known["type", id(given)] = found
+        return found
 
-def _types(part: Place) -> frozenset[str]:
-    given = part.value.get("type") if isinstance(part.value, dict) else None
-    if given is None:
-        return TYPES
-    names = [given] if isinstance(given, str) else given
-    return frozenset("number" if name == "integer" else str(name) for name in names)
-
-
-def _values(part: Place, kind: str) -> frozenset[str] | None:
-    """Return the values of a type that a schema lists; None where it lists none."""
-    if not isinstance(part.value, dict):
-        return None
-    if "const" in part.value:
-        listed = [part.value["const"]]
-    elif isinstance(part.value.get("enum"), list):
-        listed = part.value["enum"]
-    else:
-        return None
-    return frozenset(_canonical(one) for one in listed if _kind(one) == kind)
+    def _values(self, part: Place) -> dict[str, frozenset[str]] | None:
+        """Return the values that a schema lists, by their type; None where it lists none."""
+        value = part.value
+        if not isinstance(value, dict):
+            return None
+        keyword = "const" if "const" in value else "enum"
+        if keyword == "enum" and not isinstance(value.get("enum"), list):
+            return None
+        found: dict[str, frozenset[str]] | None = self._known.get((keyword, id(value[keyword])))
+        if found is None:
+            sets: defaultdict[str, set[str]] = defaultdict(set)
+            for one in [value["const"]] if keyword == "const" else value["enum"]:
+                sets[_kind(one)].add(_canonical(one))
+            found = {kind: frozenset(texts) for kind, texts in sets.items()}
+            self._known[keyword, id(value[keyword])] = found
+        return found
 
 
 def _canonical(value: Any) -> str:

@@ -21,10 +21,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a number of JSON. Integers may be too large for a double."""
+    return is_number(value) and (isinstance(value, int) or math.isfinite(value))
+
+
 def whole(place: Place, keyword: str) -> int:
     """Return the count that a keyword has; 2.0 is 2."""
     value = place.value[keyword]
-    if not is_number(value) or not math.isfinite(value) or value != int(value) or value < 0:
+    if not _is_finite(value) or value != int(value) or value < 0:
         raise place.refused(keyword, f"must be a whole number that is not negative, found {shown(value)}")
     return int(value)
 
@@ -124,7 +129,7 @@ def _bound(place: Place, keyword: str, *, upper: bool, needs_double: bool) -> in
     An upper bound of a magnitude beyond `LARGEST` becomes `LARGEST`: numbers between the two are not generated.
     """
     value = place.value[keyword]
-    if not is_number(value) or not math.isfinite(value):
+    if not _is_finite(value):
         raise place.refused(keyword, f"must be a number, found {shown(value)}")
     if value == int(value):
         value = int(value)
@@ -177,9 +182,9 @@ def _rounder_multiples(step: Decimal) -> list[Decimal]:
 def _multiple(place: Place) -> float | int:
     """Return `multipleOf` if llguidance keeps it exactly: a coefficient of 32 bits and a power of ten."""
     value = place.value["multipleOf"]
-    if not is_number(value) or not math.isfinite(value) or value <= 0:
+    if not _is_finite(value) or value <= 0:
         raise place.refused("multipleOf", f"must be a number above 0, found {shown(value)}")
-    coefficient, exponent = float(value), 0
+    coefficient, exponent = float(min(value, 2**64)), 0
     while coefficient != math.floor(coefficient) and exponent < 30:
         coefficient, exponent = coefficient * 10, exponent + 1
     if coefficient > 2**32 - 1 or Decimal(int(coefficient)).scaleb(-exponent) != Decimal(repr(value)):

@@ -119,7 +119,7 @@ class _Translator:
 
     def _is_empty(self, place: Place) -> bool:
         """Whether a schema contradicts itself."""
-        return Comparison(self._document).are_disjoint([place], [])
+        return Comparison(self._document, self._comparison).are_disjoint([place], [])
 
     def schema(self, place: Place) -> Schema:
         """Return what a schema of the document becomes."""
@@ -198,7 +198,7 @@ class _Translator:
             if keyword in value:
                 length = whole(place, keyword)
                 if length > LONGEST and keyword == "minLength":
-                    raise place.refused(keyword, f"may be {LONGEST:,} at most, found {length}")
+                    raise place.refused(keyword, f"may be {LONGEST:,} at most, found {shown(length)}")
                 found[keyword] = min(length, LONGEST)
         if "pattern" in value:
             found["pattern"] = pattern_of(place.at("pattern"), value["pattern"])
@@ -298,7 +298,7 @@ def pattern_of(place: Place, pattern: object) -> str:
 def _types(place: Place) -> str | list[str]:
     given = place.value["type"]
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or any(name not in TYPES and name != "integer" for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in (*TYPES, "integer") for name in names):
         known = ", ".join(sorted({*TYPES, "integer"}))
         raise place.refused("type", f"must be of {known}; found {shown(given)}")
     return given if isinstance(given, str) else list(names)
@@ -335,7 +335,6 @@ def _complement(place: Place) -> Schema:
     value = place.value["not"]
     if isinstance(value, bool) or value == {}:
         return value is False
-    if isinstance(value, dict) and value.keys() == {"type"} and "integer" not in value["type"]:
-        excluded = _types(place.at("not"))
+    if isinstance(value, dict) and value.keys() == {"type"} and "integer" not in (excluded := _types(place.at("not"))):
         return {"type": sorted(TYPES - ({excluded} if isinstance(excluded, str) else set(excluded)))}
     raise place.refused("not")
