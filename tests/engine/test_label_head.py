@@ -89,6 +89,16 @@ def test_padding_that_a_folder_does_not_name_is_that_of_its_class(
     assert_equal(folder, [(*prompt(7), END, padding), (*prompt(4), END, LANGUAGE, padding, padding), (*prompt(5), END)])
 
 
+@pytest.mark.parametrize(("kind", "count"), [("Bart", 3), ("MBart", 2), ("Mvp", 2), ("Bert", 2), ("Deberta", 2)])
+def test_without_names_there_are_as_many_labels_as_the_class_has(kind: str, count: int) -> None:
+    config = getattr(transformers, f"{kind}Config")()
+    assert config.num_labels == count
+    raw = config.to_dict() | {"architectures": [f"{kind}ForSequenceClassification"]}
+    del raw["id2label"], raw["label2id"]
+    head = read_settings(raw)[0].classifier
+    assert head is not None and head.labels == tuple(f"LABEL_{at}" for at in range(count))
+
+
 _NLI = {"0": "entailment", "1": "neutral", "2": "contradiction"}
 
 

@@ -172,11 +172,11 @@ def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, wei
 
 
 def _labels(raw: Settings) -> tuple[str, ...]:
-    """Return the label names in the order of ids; without names `num_labels`, by default two as in `transformers`."""
+    """Return the label names in the order of ids; without names `num_labels`, by default as many as the class has."""
     names = raw.get("id2label")
     if names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
-    count = raw.get("num_labels", 2)
+    count = raw.get("num_labels", 3 if raw["model_type"] == "bart" else 2)
     if not 0 < count <= _MAX_LABELS:
         raise ConfigError(f"num_labels must be from 1 to {_MAX_LABELS}, found {count}")
     return tuple(f"LABEL_{i}" for i in range(count))
