@@ -263,7 +263,8 @@ def tokenizer_arguments(texts: Mapping[str, Any], where: str) -> tuple[int | Non
     if type(special) is not bool:
         value = shown(special)
         raise ConfigError(f"{where}: processing_kwargs: add_special_tokens must be true or false, found {value}")
-    left = sorted(found.keys() - _OF_BATCHES)
+    whole = {"truncation"} if found.get("truncation") in (False, "do_not_truncate") else set()
+    left = sorted(found.keys() - _OF_BATCHES | whole)  # a text that is too long is refused or truncated
     ignored = [f"{where}: processing_kwargs that are not applied: {listed(left)}"] if left else []
     return length, special, ignored
 

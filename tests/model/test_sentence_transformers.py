@@ -224,7 +224,7 @@ def test_arguments_of_the_tokenizer_are_applied_or_told(plain: Path, tmp_path: P
     settings = {"processing_kwargs": arguments, **_text("forward", "last_hidden_state")}
     folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], sentence_bert_config=settings)
     assert read_checkpoint(folder).sentences.warnings == (
-        "sentence_bert_config.json: processing_kwargs that are not applied: stride",
+        "sentence_bert_config.json: processing_kwargs that are not applied: stride, truncation",
     )
     tokenizer, network = Tokenizer.from_folder(plain), transformers.AutoModel.from_pretrained(plain).float().eval()
     assert tokenizer is not None
