@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from triptych.model.config.attention import BucketBiasConfig
+from triptych.model.config.attention import BucketBiasConfig, RotaryConfig
 from triptych.model.config.layer import Activation, Norms
 from triptych.model.config.model import MaskDropout, ModelConfig
 from triptych.model.config.stack import PositionConfig, PositionKind
@@ -25,7 +25,7 @@ from triptych.model.families import bert
 from triptych.model.families.table.heads import tied_names
 from triptych.model.families.table.helpers import refuse_unless, repeat
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rope import rotary
+from triptych.model.families.table.rope import number
 from triptych.model.families.table.rules import Family, Rule, TensorRule
 
 _TASKS = "embeddings.task_type_embeddings.weight"
@@ -118,7 +118,8 @@ def esm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     encoder = base.encoder
     assert encoder is not None and base.pad_token_id is not None
     norm, offset = encoder.embed_norm, base.pad_token_id + 1
-    turning = rotary(raw.but(rope_parameters=None), encoder.layers[0].attention.head_dim) if kind == "rotary" else None
+    theta, dim = number(raw, "rope_theta", 10_000.0), encoder.layers[0].attention.head_dim
+    turning = RotaryConfig(dim, theta) if kind == "rotary" else None  # whatever `rope_scaling` says
     encoder = encoder.with_layers(
         lambda layer: replace(layer, mixer=replace(layer.attention, position=turning), norms=(Norms(pre=norm),) * 2)
     )

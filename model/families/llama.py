@@ -96,7 +96,7 @@ _MINISTRAL3_ROPE |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.
 def ministral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Ministral 3, whose queries grow with their position beyond the original context."""
     raw = raw.otherwise(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144, num_key_value_heads=8)
-    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = raw.but(rope_parameters=_MINISTRAL3_ROPE)
     return with_attention(config(raw, names, growing=True), window=raw.get("sliding_window"))
 

@@ -59,7 +59,7 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build HunYuan, whose queries and keys are normalised after they turn."""
     raw.get("eod_token_id"), raw.get("pretraining_tp")  # of training
     raw = raw.otherwise(rms_norm_eps=1e-5).but(pretraining_tp=1)
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind, alpha = scaling.get("rope_type", scaling.get("type")), scaling.get("alpha")
     if kind == "dynamic" and alpha:  # a base that is stretched once and for all
         dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
@@ -119,7 +119,7 @@ def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, hidden_act="xielu")
-    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = raw.but(rope_parameters=_APERTUS_ROPE)
     raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5, rope_theta=12e6)
     base = llama.config(raw.but(hidden_act="silu"), names)

@@ -97,7 +97,7 @@ _OSS_PERIOD = 2  # every second layer has full attention
 def gpt_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.but(hidden_act="silu")  # the gate of experts is silu, whatever the file says
     raw.get("experts_per_token"), raw.get("initial_context_length")  # said once more, as OpenAI's code calls them
-    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = raw.but(rope_parameters=_ROPE)
     raw = raw.otherwise(
         **dict(attention_bias=True, head_dim=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150_000.0),

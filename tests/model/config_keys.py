@@ -40,6 +40,7 @@ def known_keys() -> dict[str, dict[str, Any]]:
 
     base = _of_class(PreTrainedConfig)
     base["keys"] |= _SHARED_CODE
+    base["nullable"] = sorted({*base["nullable"], *_SHARED_CODE})  # read as they are
     classes = {name: CONFIG_MAPPING[name] for name in (*FAMILIES, *WHOLES, *INNER) if name in CONFIG_MAPPING}
     classes |= {"mpt.attn_config": MptAttentionConfig}
     found = {name: _without(_of_class(one) | _by_code(one, base), base) for name, one in sorted(classes.items())}

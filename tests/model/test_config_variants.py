@@ -64,6 +64,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("mistral", {"attention_bias": True}),
         ("mixtral", {"attention_bias": True}),
         ("qwen2", {"attention_bias": True}),
+        ("hunyuan", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("apertus", {"rope_parameters": {}}),
+        ("gpt-oss", {"rope_parameters": {}}),
     ],
 )
 def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -97,6 +100,7 @@ def test_qwen3_vl_has_no_windows(kind: str, tmp_path: Path) -> None:
     [
         ("data2vec-text", {"conv_bias": True, "num_channels": 1, "tdnn_dim": 7, "output_hidden_size": 5}),
         ("esm", {"max_recycles": 9, "pairwise_dim": 4, "structure_module": True}),
+        ("esm", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("olmoe", {"sliding_window": 2}),
         ("qwen3-5", {"in_channels": 1, "patch_size": 2, "temporal_patch_size": 5}),
         ("t5gemma", {"head_dim": 3, "hidden_size": 5, "hidden_activation": "relu", "rms_norm_eps": 0.5}),

@@ -134,6 +134,8 @@ def test_a_type_that_the_library_does_not_have_has_no_unknown_settings(model_typ
     [
         ("Llama", "per_layer_config", {"0": {"head_dim": 4}}),
         ("GPT2", "is_causal", False),
+        ("Bloom", "is_causal", None),
+        ("Llama", "is_causal", None),
         ("Mistral3", "is_causal", False),
         ("Bert", "is_decoder", True),
         ("Mpt", "is_causal", False),

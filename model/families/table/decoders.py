@@ -11,6 +11,7 @@ from triptych.model.config.attention import RotaryConfig
 from triptych.model.config.layer import ExpertsConfig, LayerConfig
 from triptych.model.config.model import EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError, shown
 from triptych.model.families.table.heads import classifier
 from triptych.model.families.table.helpers import decoder_head, fused, ids, layers_by_type
 from triptych.model.families.table.raw_config import Settings
@@ -152,7 +153,10 @@ def either_way(family: Family) -> Family:
 
     def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         found = family.config(raw, names)
-        if raw.get("is_causal", True) is not False or found.decoder is None:
+        causal = raw.get("is_causal", True)
+        if type(causal) is not bool:  # what null means there depends on the attention
+            raise ConfigError(f"is_causal must be true or false, found {shown(causal)}")
+        if causal or found.decoder is None:
             return found
         return as_encoder(replace(found, decoder=found.decoder.with_layers(see_one_more)))
 

@@ -174,7 +174,9 @@ class Settings(Mapping[str, Any]):
         refused = []
         for key in sorted(self._raw.keys() - self._read.keys()):
             value, default = self._raw[key], known.get(key)
-            if _harmless(key) or value is None or value == default or not (value or default):
+            if value is None and key != "is_causal":  # whose null is not the default
+                continue
+            if _harmless(key) or value == default or not (value or default):
                 continue
             if self._strict or (key in known and key not in uncomputed):
                 refused.append(key)
