@@ -248,6 +248,10 @@ class Responses(BlockRendering):
     def failed(self, error: ApiError) -> Iterable[Json]:
         yield from self._closing(is_cut=True)
         detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
+        # Clients that do not look at `response.failed` raise what they find in the field `error` of an event.
+        yield self._event(
+            "error", **detail, param=error.param, error={"type": error.type, "param": error.param, **detail}
+        )
         response = self._response("failed", self._items()) | {"error": detail}
         yield self._event("response.failed", response=response)
 

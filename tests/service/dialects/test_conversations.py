@@ -232,10 +232,15 @@ def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI], monkey
     app.script.die_after = 2
     with pytest.raises(openai.InternalServerError, match="engine failed"):
         client.responses.create(model="chat", input="x")
-    failed = list(client.responses.create(model="chat", input="x", stream=True))
-    assert [event.type for event in failed[-2:]] == ["response.output_item.done", "response.failed"]
-    assert "engine failed" in failed[-1].response.error.message  # type: ignore[union-attr]
-    assert failed[-2].item.status == "incomplete"  # type: ignore[union-attr]
+    with pytest.raises(openai.APIError, match="engine failed"):  # as at OpenAI: LangChain.js and LlamaIndex rely on it
+        list(client.responses.create(model="chat", input="x", stream=True))
+    raw = httpx.post(f"{client.base_url}responses", json={"model": "chat", "input": "x", "stream": True}).text
+    done, error, failed = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: ")][-3:]
+    assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
+    assert (error["type"], failed["type"]) == ("error", "response.failed")
+    assert "engine failed" in error["message"] and failed["response"]["error"] == {
+        name: error["error"][name] for name in ("code", "message")
+    }
     app.script.die_after = None
 
 
