@@ -19,7 +19,7 @@ from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
 from triptych.model.families import gemma, llama
 from triptych.model.families.table.decoders import ExpertNames, decoder_model
-from triptych.model.families.table.helpers import activation, affine, check_layers
+from triptych.model.families.table.helpers import activation, affine, check_layers, ignore_unless
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import rotary, settings_by_type
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
@@ -53,10 +53,14 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(model, embedding=replace(model.embedding, scale=size**0.5), head=head)
 
 
+# What the 12B does not have, whatever a file says: its class knows neither.
+_WITHOUT: dict[str, object] = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+
+
 def unified(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build the 12B, whose files say nothing of vectors for every layer, as it has none."""
-    raw = raw.otherwise(max_position_embeddings=262_144, sliding_window=1024, hidden_size_per_layer_input=0)
-    return config(raw, names)
+    """Build the 12B, which has no vectors for every layer and no experts."""
+    ignore_unless(raw, **_WITHOUT)
+    return config(raw.otherwise(max_position_embeddings=262_144, sliding_window=1024).but(**_WITHOUT), names)
 
 
 def _layer(raw: Settings, norm: NormConfig, size: int) -> LayerConfig:

@@ -33,7 +33,7 @@ from triptych.model.families.table.decoders import (
     with_layers,
     with_windows,
 )
-from triptych.model.families.table.helpers import activation, ignore_unless, refuse_unless
+from triptych.model.families.table.helpers import activation, ignore_unless, refuse_unless, switched_on
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Rule, TensorRule
 
@@ -168,7 +168,8 @@ def granite_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = granite(raw, names)
     assert base.decoder is not None
     count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
-    mlp, width = base.decoder.layers[0].mlp, raw.get("shared_intermediate_size", 0)
+    mlp = base.decoder.layers[0].mlp
+    width = raw["shared_intermediate_size"] if switched_on(raw, "shared_intermediate_size") else 0
     shared = replace(mlp, intermediate_size=width) if width else None
     return with_experts(base, ExpertsConfig(count, per_token, mlp, renormalised=True, shared=shared))
 

@@ -67,6 +67,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("hunyuan", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("apertus", {"rope_parameters": {}}),
         ("gpt-oss", {"rope_parameters": {}}),
+        ("gemma4-unified", {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97}),
+        ("gemma4-unified", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}),
+        ("granitemoe", {"shared_intermediate_size": 20}),
     ],
 )
 def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
