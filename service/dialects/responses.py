@@ -248,10 +248,7 @@ class Responses(BlockRendering):
     def failed(self, error: ApiError) -> Iterable[Json]:
         yield from self._closing(is_cut=True)
         detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
-        # Clients that do not look at `response.failed` raise what they find in the field `error` of an event.
-        yield self._event(
-            "error", **detail, param=error.param, error={"type": error.type, "param": error.param, **detail}
-        )
+        yield self._error(detail, error.type, error.param)
         response = self._response("failed", self._items()) | {"error": detail}
         yield self._event("response.failed", response=response)
 
@@ -269,6 +266,10 @@ class Responses(BlockRendering):
                     held = self._parser.held if part is parts[-1] else 0
                     self._logprobs = [_logprob(one) for one in self._tokens.take(part.text, held)]
                 yield part
+
+    def _error(self, detail: Json, type: str, param: str | None) -> Json:
+        """Return the event for clients that raise the field `error` of any event, and do not know `response.failed`."""
+        return self._event("error", **detail, param=param, error={"type": type, "param": param, **detail})
 
     def _event(self, type: str, **fields: Any) -> Json:
         self._number += 1
@@ -307,6 +308,8 @@ class Responses(BlockRendering):
 
     def _end(self, delta: Json, event: Json) -> Iterable[Json]:
         response = self._complete(delta, event)
+        if response["error"] is not None:
+            yield self._error(response["error"], "server_error", None)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _whole(self, choice: Json, reply: Json) -> object:

@@ -457,3 +457,12 @@ def test_deadlines_and_clients_that_leave(monkeypatch: pytest.MonkeyPatch) -> No
     whole = ask(ended, "POST", MESSAGES, json=GOOD[MESSAGES] | {"max_tokens": 500}).json()
     assert whole["stop_reason"] == "pause_turn" and whole["content"]
     check_accounts(ended)
+    monkeypatch.undo()
+    failed = calling_app()
+    let_time_pass(failed, monkeypatch, 700.0, outputs=5)
+    stream = ask(failed, "POST", RESPONSES, json=GOOD[RESPONSES] | {"max_output_tokens": 500, "stream": True}).text
+    assert [line for line in stream.splitlines() if line.startswith("event: ")][-2:] == [
+        "event: error",
+        "event: response.failed",
+    ]
+    check_accounts(failed)
