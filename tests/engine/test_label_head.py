@@ -99,6 +99,17 @@ def test_without_names_there_are_as_many_labels_as_the_class_has(kind: str, coun
     assert head is not None and head.labels == tuple(f"LABEL_{at}" for at in range(count))
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_number_of_labels_holds_where_names_are_more_or_fewer(count: int) -> None:
+    raw: dict[str, Any] = {**BERT, "architectures": ["BertForSequenceClassification"]}
+    raw |= {"model_type": "bert", "num_labels": count}
+    raw["id2label"] = {"0": "entailment", "1": "b", "2": "c"}
+    raw["label2id"] = {"entailment": 0, "b": 1, "c": 2}
+    head = read_settings(raw)[0].classifier
+    assert head is not None and head.labels == tuple(transformers.BertConfig(**raw).id2label.values())
+    assert head.entailment == (0 if count == 3 else None)
+
+
 _NLI = {"0": "entailment", "1": "neutral", "2": "contradiction"}
 
 

@@ -139,7 +139,7 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
 
 def _entailment(raw: Settings, labels: Sequence[str]) -> int | None:
     """Return the first label whose name begins so, by label2id, as the pipeline of `transformers`; else by id2label."""
-    places = raw.get("label2id") if raw.get("id2label") else None
+    places = raw.get("label2id") if _names(raw) else None
     named = places.items() if isinstance(places, Mapping) else ()
     by_name = [*named, *((name, place) for place, name in enumerate(labels))]
     found = (place for name, place in by_name if name.lower().startswith("entail"))
@@ -171,9 +171,15 @@ def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, wei
     return head is None or head.input is ClassifierInput.POOLER
 
 
+def _names(raw: Settings) -> Mapping[str, Any]:
+    """Return the names of labels by ids; none where `num_labels` is another number, which holds in `transformers`."""
+    names: Mapping[str, Any] = raw.get("id2label") or {}
+    return names if raw.get("num_labels") in (None, len(names)) else {}
+
+
 def _labels(raw: Settings) -> tuple[str, ...]:
     """Return the label names in the order of ids; without names `num_labels`, by default as many as the class has."""
-    names = raw.get("id2label")
+    names = _names(raw)
     if names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
     count = raw.get("num_labels", 3 if raw["model_type"] == "bart" else 2)
