@@ -131,8 +131,9 @@ class Generation:
         self._drafted_tokens += output.drafted_tokens
         self._accepted_tokens += output.accepted_tokens
         self._job.context.tokens_out = self.completion_tokens
-        if output.cached_tokens:
-            self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
+        if output.scheduled_time is not None:  # the first of its sequence; the first sequence computes for its siblings
+            least = min(output.cached_tokens, self._cached.get(output.request_id, output.cached_tokens))
+            self._cached[output.request_id] = least
             self._job.context.cached_tokens = sum(self._cached.values())
         if output.error is not None and self._plan.constraint is not None:
             self.failure = invalid_grammar(self._plan.constraint.param, output.error)

@@ -143,6 +143,13 @@ def test_a_prompt_that_comes_again_is_found_within_its_salt(url: str) -> None:
     assert cached == [(False, text), (True, text), (False, text)]
 
 
+def test_what_outputs_of_one_request_have_of_each_other_was_not_cached(url: str) -> None:
+    prompt = pieces(corpus.held_out_sample(), 600)[3]
+    body: dict[str, object] = {"model": "code", "prompt": prompt, "max_tokens": 4, "n": 3, "cache_salt": "several"}
+    first, second = (post_all(url, "/generate", [body])[0]["usage"] for _ in range(2))
+    assert first["cached_tokens"] == 0 < second["cached_tokens"]  # type: ignore[index]
+
+
 def test_drafts_change_nothing_but_the_number_of_steps(url: str) -> None:
     prompt = pieces(corpus.held_out_sample(), 600)[3]
     body: dict[str, object] = {
