@@ -151,6 +151,21 @@ def test_a_request_that_needs_the_whole_cache_ends_beside_another_tenants_flood(
     assert list(harness.ends()).index(("large", 0)) < 60
 
 
+@pytest.mark.parametrize("length", [5, 7])
+def test_one_that_gives_way_while_its_token_is_sampled_waits_for_it(length: int) -> None:
+    """Its drafts had room for the light prompt, so it could begin again in the same step, with the token before."""
+    settings: dict[str, Any] = {"num_blocks": 73, "block_size": 1, "max_num_seqs": 16, "budget": 256}
+    harness = Harness(**settings, overlap=True, script=lambda source, tokens: 7, max_model_len=400)
+    flood(harness, 3, 10, max_tokens=40)
+    harness.add("drafted", [7] * 10, tenant="heavy", max_tokens=40, num_speculative_tokens=16)
+    for _ in range(3):
+        harness.step()
+    harness.add("light", range(900, 900 + length), tenant="light", max_tokens=4)
+    harness.run()
+    assert harness.tokens("drafted") == [7] * 40
+    assert len(harness.ends()) == 5
+
+
 def test_priority_goes_before_fairness() -> None:
     harness = Harness(max_num_seqs=2, num_blocks=100)
     for at in range(4):

@@ -424,7 +424,7 @@ class Scheduler:
         Its grammar is being compiled, its last token is still on the device, or a running prompt computes its next
         tokens.
         """
-        if not sequence.is_prepared or sequence.has_placeholder:
+        if not sequence.is_prepared or sequence.has_placeholder or sequence.awaits_token:
             return True
         return bool(self._frontiers) and self.block_manager.prefixes.frontier_found(sequence) in self._frontiers
 

@@ -79,6 +79,7 @@ class SequenceState:
     stop_token_id: int | None = None
     scheduled_time: float | None = None
     restarted: bool = False  # it was preempted once
+    awaits_token: bool = False  # it was preempted while its next token, which has no placeholder, was being sampled
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     beams: Beams | None = None
     matcher: Matcher | None = None  # of its grammar, if it has one
@@ -266,6 +267,7 @@ class SequenceState:
         as length.
         """
         self.token_ids.append(token_id)
+        self.awaits_token = False
         spent = self.num_output_tokens >= self.params.max_tokens
         imposed = forced and spent
         if token_id in self.stop_token_ids and (imposed or self.num_output_tokens > self.params.min_tokens):
@@ -299,6 +301,7 @@ class SequenceState:
     def restart(self) -> None:
         """Wait again after its blocks were freed; everything will be recomputed."""
         self.restarted = True
+        self.awaits_token = not self.num_uncomputed_tokens and self.beams is None
         self.num_computed_tokens = 0
         self.num_offered_blocks = 0
         self.cross_queries.clear()
