@@ -70,7 +70,8 @@ def gemma2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = _sandwiched(raw.otherwise(num_key_value_heads=4), names)
     base = with_attention(base, scale=query_scale(raw), softcap=raw.get("attn_logit_softcapping", 50.0))
     base = with_windows(base, raw, raw.get("sliding_window", 4096), _GEMMA2_PERIOD)
-    return replace(base, head=base.head and replace(base.head, softcap=raw.get("final_logit_softcapping", 30.0)))
+    softcap = raw.get("final_logit_softcapping", 30.0)
+    return replace(base, head=base.head and replace(base.head, softcap=softcap))
 
 
 _GEMMA3_PERIOD = 6  # every sixth layer has full attention
@@ -88,7 +89,8 @@ def gemma3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw.get("_sliding_window_pattern")  # what `layer_types` were made of
     period = raw.get("sliding_window_pattern", _GEMMA3_PERIOD)
     found = with_windows(base, raw, window, period, sliding=sliding)
-    found = replace(found, head=found.head and replace(found.head, softcap=raw.get("final_logit_softcapping")))
+    softcap = raw.get("final_logit_softcapping")
+    found = replace(found, head=found.head and replace(found.head, softcap=softcap))
     return as_encoder(found) if both_ways else found
 
 

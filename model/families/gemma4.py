@@ -49,7 +49,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     norm, size = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6)), raw["hidden_size"]
     decoder = StackConfig(_layers(raw, _layer(raw, norm, size)), size, causal=True, final_norm=norm)
     model = decoder_model(raw, names, decoder, raw["max_position_embeddings"])
-    head = model.head and replace(model.head, softcap=raw.get("final_logit_softcapping"))
+    softcap = raw.get("final_logit_softcapping")
+    head = model.head and replace(model.head, softcap=softcap)
     return replace(model, embedding=replace(model.embedding, scale=size**0.5), head=head)
 
 

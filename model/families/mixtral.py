@@ -48,7 +48,8 @@ def phimoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw.get("original_max_position_embeddings"), raw.get("input_jitter_noise")  # of stretched contexts; of training
     norm = NormConfig(NormKind.LAYER, raw["rms_norm_eps"])
     base = _rotary(raw, names, norm)
-    base = replace(base, head=base.head and replace(base.head, bias=bool(raw.get("lm_head_bias", False))))
+    bias = bool(raw.get("lm_head_bias", False))
+    base = replace(base, head=base.head and replace(base.head, bias=bias))
     base = with_attention(base, window=raw.get("sliding_window"))
     assert base.decoder is not None
     experts = ExpertsConfig(

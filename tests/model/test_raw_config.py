@@ -627,6 +627,19 @@ def test_heads_of_newer_decoders_are_called_score(name: str, head: str) -> None:
     assert found == ["score.weight", "score.bias"][: 1 + (head == "Token")]  # as their classes have them
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("Gemma2", "final_logit_softcapping", 3.0),
+        ("Gemma3Text", "final_logit_softcapping", 3.0),
+        ("Phimoe", "lm_head_bias", True),
+    ],
+)
+def test_settings_of_a_head_do_not_hinder_a_model_without_it(name: str, key: str, value: Any) -> None:
+    model = config_from_raw({**defaults(name), "architectures": [f"{name}ForSequenceClassification"], key: value})
+    assert model.head is None and model.classifier is not None
+
+
 @pytest.mark.slow  # it reads the sources of all models
 def test_the_list_of_known_keys_is_that_of_the_library() -> None:
     """`python -m tests.model.config_keys` writes it anew."""
