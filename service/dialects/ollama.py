@@ -13,7 +13,6 @@ from typing import Any
 from triptych.service.chat.conversation import Conversation
 from triptych.service.chat.parts import Part
 from triptych.service.chat.reply_parser import ReplyFormat
-from triptych.service.chat.tools import tool_use
 from triptych.service.core.errors import ApiError, invalid, ollama_error, shorten
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.blocks import Block, BlockRendering, arguments_of
@@ -36,6 +35,7 @@ from triptych.service.dialects.ollama_bodies import (
 )
 from triptych.service.dialects.openai import tool
 from triptych.service.dialects.openai_replies import shown_token
+from triptych.service.dialects.responses import chosen
 from triptych.service.http.json_replies import Generation, Json, JsonLines
 from triptych.service.images.pictures import Content, content_of, picture, text
 from triptych.service.planning.encode import EncodePlan
@@ -61,7 +61,7 @@ def chat_conversation(body: OllamaChatBody, served: ServedModel) -> Conversation
     tools = tuple(tool(one, f"tools[{at}].function") for at, one in enumerate(body.tools or ()))
     return Conversation(
         messages,
-        tool_use(tools, "auto", None, parallel=True),
+        chosen(tools, body.tool_choice, parallel=True),
         _variables(body, served),
         continues=last["role"] == "assistant" and "tool_calls" not in last,
     )

@@ -20,6 +20,7 @@ from triptych.service.dialects.common import (
     native_field,
 )
 from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, FunctionTool, ToolBody
+from triptych.service.dialects.responses_bodies import ResponsesToolChoice
 from triptych.service.schemas.parameters import OLLAMA, Parameters
 from triptych.service.schemas.types import PIXEL, Text, TokenId
 
@@ -188,6 +189,11 @@ class OllamaChatBody(WritingBody):
         examples=[[{"role": "user", "content": "Hello"}]],
     )
     tools: list[OllamaTool] | None = Field(None, description="The functions that the model may call.")
+    tool_choice: ResponsesToolChoice | None = Field(
+        None,
+        description="As in responses of OpenAI. Not Ollama's; Vercel's AI SDK sends it.",
+        examples=["auto", {"type": "function", "name": "weather"}],
+    )
     truncate: bool | None = Field(
         None, description="Leave out the oldest messages if the context is too short; default: true.", examples=[True]
     )

@@ -150,11 +150,18 @@ class CompletionBody(Sampling):
     prompt_embeds: NotSupported = None
 
 
+OfTheMessage = Annotated[Any, Ignored("the message has it; OpenAI's agents for JavaScript copy it to each part")]
+
+
 class TextPart(DialectBody):
     type: Literal["text"] = Field(description="The type of the part.", examples=["text"])
     text: str = Field(description="The text.", examples=["Hello"])
     prompt_cache_breakpoint: Cached = None
     cache_control: Cached = None
+    role: OfTheMessage = None
+    annotations: OfTheMessage = None
+    reasoning_content: OfTheMessage = None
+    refusal: NotSupported = None
 
 
 class RefusalPart(DialectBody):

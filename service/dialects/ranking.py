@@ -220,10 +220,11 @@ class RankingPlan(NamedTuple):
     names: Mapping[str, str]  # client's paths of native fields, for errors
 
 
-def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> RankingPlan:
+def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None, *, version: str = "1") -> RankingPlan:
     """Translate a body; the reply has the fields of Cohere, Jina and vLLM.
 
     `read` are the documents as the model reads them, which may be truncated; the reply repeats whole documents.
+    `version` is that of Cohere's API.
     """
     texts = documents(body)
     judgement = Judgement(served, [body.query], texts if read is None else read)
@@ -235,7 +236,8 @@ def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None)
             found.append({"index": index, "relevance_score": score, **document})
         found.sort(key=lambda one: -float(one["relevance_score"]))
         head = {"id": reply["id"], "model": reply["model"], "object": "list"}
-        return head | {"results": found[: body.top_n], "usage": _usage(reply)}
+        meta = {"api_version": {"version": version}, "tokens": {"input_tokens": reply["usage"]["prompt_tokens"]}}
+        return head | {"results": found[: body.top_n], "meta": meta, "usage": _usage(reply)}
 
     side = None if body.truncation is False else "right"
     names = judgement.first_names(["query"]) | RANK_NAMES

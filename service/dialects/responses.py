@@ -12,7 +12,7 @@ from typing import Any
 from triptych.service.chat.conversation import Conversation, template_variables
 from triptych.service.chat.parts import Content, Part
 from triptych.service.chat.reply_parser import ReplyFormat
-from triptych.service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
+from triptych.service.chat.tools import Choice, Json, Tool, ToolUse, called_arguments, tool_use
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.blocks import Block, BlockRendering
@@ -90,14 +90,20 @@ def _instructed(body: InputTokensBody, messages: list[Mapping[str, Any]]) -> lis
 
 def _tool_use(body: InputTokensBody) -> ToolUse:
     tools = tuple(tool for tool, _, _ in _tools(body))
-    parallel = body.parallel_tool_calls is not False
-    match body.tool_choice:
+    return chosen(tools, body.tool_choice, parallel=body.parallel_tool_calls is not False)
+
+
+def chosen(
+    tools: tuple[Tool, ...], choice: ResponsesNamedTool | ResponsesAllowedTools | Choice | None, *, parallel: bool
+) -> ToolUse:
+    """Return the use of tools that a choice asks for."""
+    match choice:
         case ResponsesNamedTool(name=name):
             return tool_use(tools, "required", (name,), parallel=parallel)
         case ResponsesAllowedTools(mode=mode, tools=allowed):
             return tool_use(tools, mode, (one.name for one in allowed), parallel=parallel)
-        case choice:
-            return tool_use(tools, choice, None, parallel=parallel)
+        case word:
+            return tool_use(tools, word, None, parallel=parallel)
 
 
 def _tools(body: InputTokensBody) -> Iterator[tuple[Tool, str | None, str]]:

@@ -31,7 +31,8 @@ async def rank(request: Request, body: RankBody) -> Response:
     served = await judge_of(request, body)
     read = await _first_tokens(request, body, served)
     with naming_errors(ranking.RANK_NAMES):
-        asked = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
+        version = "2" if request.scope["path"].startswith("/v2/") else "1"
+        asked = ranking.rank(body.model_copy(update={"model": served.name}), served, read, version=version)
     with naming_errors(asked.names):
         return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted, of_embedder=True)
 

@@ -195,6 +195,9 @@ class TestRanking:
         found = post(url, path, **body, top_n=2, return_documents=True, max_tokens_per_doc=None, priority=0)
         assert [one["index"] for one in found["results"]] == order[:2]
         assert [one["document"]["text"] for one in found["results"]] == [TEXTS[at] for at in order[:2]]
+        assert found["meta"]["api_version"]["version"] == (
+            "2" if path == "/v2/rerank" else "1"
+        )  # Vercel's AI SDK needs it
         relevance = [one["relevance_score"] for one in found["results"]]
         assert relevance == pytest.approx([scores[at] for at in order[:2]], abs=1e-5)
         everything = post(url, path, **body)

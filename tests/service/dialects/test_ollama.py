@@ -103,6 +103,19 @@ def test_calls_without_ids_get_their_results(app: App) -> None:
     assert [one["name"] for one in made[1:]] == ["weather", "time"]
 
 
+def test_a_choice_of_tools(app: App) -> None:
+    """Ollama has none; its provider for Vercel's AI SDK sends one in the form of OpenAI's responses."""
+    says(app, "Yes.")
+    for choice, held in (
+        *(("auto", []), ("none", []), ("required", ["weather", "time"])),
+        ({"type": "function", "name": "time"}, ["time"]),
+    ):
+        assert send(app, CHAT, tools=TOOLS, tool_choice=choice, stream=False).status_code == 200
+        grammar = app.client.submitted[-1].params.grammar
+        assert [name for name in ("weather", "time") if f'{name}\\", \\"arguments' in grammar] == held
+    assert send(app, CHAT, tool_choice="required", stream=False).status_code == 400
+
+
 def test_think(app: App) -> None:
     says(app, "Yes.")
     for think, closed in ((False, True), (True, False), (..., False), ("high", False)):

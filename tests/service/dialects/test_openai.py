@@ -217,6 +217,11 @@ def test_content_in_parts(client: openai.OpenAI, app: App) -> None:
         model="chat", messages=[{"role": "user", "content": "a\nb"}], max_tokens=1, temperature=0
     )
     assert app.client.submitted[0].prompt_token_ids == app.client.submitted[1].prompt_token_ids
+    copied = {"type": "text", "text": "ab", "role": "assistant", "refusal": None}  # by OpenAI's agents for JavaScript
+    for said in ([copied], "ab"):
+        talk: Any = [{"role": "assistant", "content": said}]
+        client.chat.completions.create(model="chat", messages=talk, max_tokens=1)
+    assert app.client.submitted[2].prompt_token_ids == app.client.submitted[3].prompt_token_ids
 
 
 def test_a_streamed_chat(client: openai.OpenAI) -> None:
