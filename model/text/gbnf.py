@@ -36,7 +36,7 @@ class _Sets:
         self._nullable = dict.fromkeys(names, False)
         self._first = dict.fromkeys(names, 0)
         self.follow = dict.fromkeys(names, 0)
-        self._more: dict[str, int] = {}
+        self._more: dict[int, tuple[Node, int]] = {}
         # What was found of nodes, by identity: those of groups within groups are asked for again and again.
         self._nullable_of: dict[int, tuple[Node, bool]] = {}
         self._first_of: dict[int, tuple[Node, int]] = {}
@@ -129,13 +129,17 @@ class _Sets:
 
     def more(self, node: Node) -> int:
         """Return the characters with which a text of an expression of the lexer may go on."""
+        known = self._more.get(id(node))
+        if known is None:
+            known = self._more[id(node)] = (node, self._found_more(node))
+        return known[1]
+
+    def _found_more(self, node: Node) -> int:
         match node:
             case Text():
                 return 0
             case Name(name):
-                if name not in self._more:
-                    self._more[name] = self.more(self._rules[name])
-                return self._more[name]
+                return self.more(self._rules[name])
             case Sequence(parts):
                 found = 0
                 for part in reversed(parts):

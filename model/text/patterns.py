@@ -15,6 +15,7 @@ from triptych.model.errors import GrammarError
 MAX_NESTING = 200  # of groups
 LONGEST = 65_536  # characters that counts and lengths allow; each takes one of the lexer's 100,000 states
 _MAX_ALTERNATIVES = 256  # into which a pattern with anchors within its groups is divided
+_MAX_PARTS = 500_000  # of all of them together
 _ANY = "(?s:.*)"
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _SPACES = r"\t\n\x{0b}\x{0c}\r\x{20}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
@@ -376,16 +377,19 @@ def _written(group: _Group, *, searched: bool) -> str:
     if not group.has_anchor:
         inner = _text(group)
         return f"{_ANY}{inner}{_ANY}" if searched else inner
-    found = list[str]()
+    found, parts = list[str](), 0
     waiting = [(False, sequence, False) for sequence in reversed(group.alternatives)]
     while waiting:
-        if len(found) + len(waiting) > _MAX_ALTERNATIVES:
-            raise GrammarError("anchors within groups make too many alternatives")
         begins, sequence, ends = waiting.pop()
-        while sequence and isinstance(first := sequence[0], _Anchor) and first.at_start:
-            begins, sequence = True, sequence[1:]
-        while sequence and isinstance(last := sequence[-1], _Anchor) and not last.at_start:
-            ends, sequence = True, sequence[:-1]
+        parts += len(sequence)
+        if len(found) + len(waiting) >= _MAX_ALTERNATIVES or parts > _MAX_PARTS:
+            raise GrammarError("anchors within groups make too many alternatives")
+        first_part, end = 0, len(sequence)
+        while first_part < end and sequence[first_part] == _Anchor(at_start=True):
+            first_part += 1
+        while first_part < end and sequence[end - 1] == _Anchor(at_start=False):
+            end -= 1
+        begins, ends, sequence = begins or first_part > 0, ends or end < len(sequence), sequence[first_part:end]
         if sequence and isinstance(first := sequence[0], _Group) and first.has_anchor:
             waiting += [(begins, (*inner, *sequence[1:]), ends) for inner in reversed(first.alternatives)]
             continue

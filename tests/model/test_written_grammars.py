@@ -150,6 +150,7 @@ _LONG = 60_000  # characters; a client may send 65,536
         "root ::= x " + '"a"? ' * (_LONG // 5) + _LOOP,
         "root ::= " + '"a" | ' * (_LONG // 6) + "x" + _LOOP,
         "root ::= " + "[a-b]? | " * (_LONG // 9) + "x" + _LOOP,
+        "root ::= " + ("(" * 95 + "[a-z]* " + " [b-c]*)*" * 95 + " ") * (_LONG // 1200) + "x" + _LOOP,
         "root ::= x " + ("(" * 90 + '"a")? ' * 90) * (_LONG // 600) + _LOOP,
     ],
     ids=lambda grammar: grammar[:12],
