@@ -422,6 +422,29 @@ class TestPackage:
             cut = truncate_text(ours.tokenizer, text, None, encoded, 9, "right").ids
             assert_close(ours.encode([cut]), torch.tensor(theirs.encode([text])))
 
+    @pytest.mark.parametrize(
+        ("pooling", "files"),
+        [
+            (MODES["all off"][0], {}),
+            (MODES["mean"][0], {"sentence_roberta_config": {"max_seq_length": 60, "do_lower_case": True}}),
+            (
+                MODES["mean"][0],
+                {"sentence_bert_config": {"processing_kwargs": {"text": {"add_special_tokens": False}}}},
+            ),
+            (
+                MODES["mean"][0],
+                {
+                    "sentence_bert_config": _text("forward", "last_hidden_state")
+                    | {"module_output_name": "token_embeddings"}
+                },
+            ),
+        ],
+    )
+    def test_what_older_and_newer_folders_say(
+        self, pooling: dict[str, Any], files: dict[str, Any], published: Path, tmp_path: Path
+    ) -> None:
+        self.compare(sentence_folder(published, tmp_path / "s", {"word_embedding_dimension": 32, **pooling}, **files))
+
     def test_folders_that_the_package_writes(self, published: Path, tmp_path: Path) -> None:
         library = self.library()
         parts = library.sentence_transformer.modules
