@@ -13,6 +13,7 @@ from triptych.model.api.sampling_params import SAMPLING as PARAMETERS
 from triptych.model.errors import ConfigError
 from triptych.service.cli.completion import SHELLS
 from triptych.service.settings import sources
+from triptych.service.settings.key_lines import LINE_OPTIONS
 from triptych.service.settings.option_table import BY_NAME, OPTIONS
 
 _MODEL = (
@@ -361,8 +362,7 @@ def _add_key(commands: Any) -> None:
     more = "The line, with a hash of the key, goes to standard output, and the key itself to standard error."
     parser = commands.add_parser("key", help=text, description=f"{text}. {more}")
     parser.add_argument("name", metavar="NAME", help="its holder, in metrics, logs and usage")
-    options = "requests/min, tokens/min, concurrent, priority, models, expires"
-    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help=options)
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help=", ".join(LINE_OPTIONS))
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

@@ -130,7 +130,8 @@ class KeyRing:
     def _begin(self, hashed: Hashed, key: bytes) -> _Proof:
         """Begin to compare a key with a hash; raises `TooManyWrongKeys`."""
         since = time.monotonic() - self._wrong.get(hashed.id, -_WRONG_SECONDS)
-        if len(self._proving) >= _MOST_PROVING or since < _WRONG_SECONDS:
+        proving = sum(not one.is_right.done() for one in self._proving.values())  # clients of the others have gone
+        if proving >= _MOST_PROVING or since < _WRONG_SECONDS:
             raise TooManyWrongKeys
         proof = _Proof(digest(key), hashed.hash, self._thread.submit(hashed.matches, key))
         self._proving[hashed.id] = proof

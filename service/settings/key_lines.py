@@ -115,7 +115,7 @@ def read_line(words: list[str], place: str, for_admins: bool = False) -> KeyLine
             "NAME KEY_OR_HASH [option=value ...]"
         )
     check_key(key, f"the key in {place}")
-    known = {"expires": _OPTIONS["expires"]} if for_admins else _OPTIONS
+    known = {"expires": LINE_OPTIONS["expires"]} if for_admins else LINE_OPTIONS
     given: dict[str, Any] = {}
     for option in options:
         label, _, value = option.partition("=")
@@ -166,7 +166,7 @@ def _only(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:15]) <= _MOST:
+    if not text.isascii() or not text.isdecimal() or len(text) > 15 or not 1 <= int(text) <= _MOST:
         raise ValueError(f"a whole number from 1 to {_MOST}")
     return int(text)
 
@@ -192,7 +192,7 @@ def _expiry(text: str) -> float:
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {  # name in the file: field of `Tenant`, and its reader
+LINE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {  # name in the file: field of `Tenant`, and its reader
     "requests/min": ("requests_per_minute", _count),
     "tokens/min": ("tokens_per_minute", _count),
     "concurrent": ("concurrent", _count),

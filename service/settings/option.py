@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.model.errors import ConfigError
-from triptych.service.settings.parsers import (
-    keys,
-)
+from triptych.service.settings.parsers import cache_folder, draft_model, folder, key_file, keys
 
 PREFIX = "TRIPTYCH_"
+_FREE_TEXTS = (str, cache_folder, draft_model, folder, key_file)  # parsers that take nearly any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,10 @@ class Option:
             raise ConfigError(f"{where}: found nothing; give a value, or leave the setting out")
         if self.is_secret:
             return self._read_secret(value, where)
+        if value is False and (self.parse is cache_folder or "off" in self.metavar.split("|")):
+            value = "off"  # Helm and Ray read this word of a file as a boolean
+        if isinstance(value, bool) and self.parse in _FREE_TEXTS:
+            raise ConfigError(f"{where}: found {value}, expected a text; in quotation marks, if it is this word")
         try:
             return self.parse(value if isinstance(value, str) else _text(value))
         except ValueError as error:

@@ -223,18 +223,19 @@ class ServiceSettings:
         if set(self.admin_keys) & set(self.api_keys):
             raise ConfigError("an admin key must not be an API key as well")
         if not 0 <= self.drain_timeout_s < math.inf:
-            raise ConfigError(f"drain_timeout_s must not be negative, and finite, found {self.drain_timeout_s}")
+            raise ConfigError(f"drain_timeout must not be negative, and finite, found {self.drain_timeout_s}")
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
             found = self.stream_interval_s
-            raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
+            raise ConfigError(f"stream_interval must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ConfigError(f"threads must be 1 to {MOST_THREADS}, found {self.threads}")
-        for name in ("embed_cache_bytes", "response_store_bytes", "max_state_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
-        for name in ("tokenizer_threads", "stall_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive and finite, found {getattr(self, name)}")
+        sizes = {"embed_cache": self.embed_cache_bytes, "response_store": self.response_store_bytes}
+        for name, size in {**sizes, "max_state_bytes": self.max_state_bytes}.items():
+            if size < 0:
+                raise ConfigError(f"{name} must not be negative, found {size}")
+        for name, value in (("tokenizer_threads", self.tokenizer_threads), ("stall_timeout", self.stall_timeout_s)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, found {value}")
 
     @property
     def asks_for_key(self) -> bool:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from triptych.model.errors import ConfigError
 from triptych.service.settings import option_groups
 from triptych.service.settings.option import PREFIX, Option
 from triptych.service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, OPTIONS, REQUEST_OPTIONS
-from triptych.service.settings.parsers import adapters, boolean
+from triptych.service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
+_BOOLEAN = "tag:yaml.org,2002:bool"
 _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "lora", "lora_dir")
 OTHER_VARIABLES = frozenset(  # each is read by one module
@@ -83,10 +85,11 @@ def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> 
 
 
 def _repeated(option: Option, values: list[str]) -> tuple[str, ...]:
-    """Return the values of a flag that was given several times; keys and origins are checked later."""
-    if option.parse is adapters:
-        return tuple(one for value in values for one in option.read(value, option.flag))
-    return tuple(values)
+    """Return the values of a flag that was given several times. A key may have commas, and is checked later."""
+    if option.is_secret:
+        return tuple(values)
+    flag = option.flag.removesuffix("s")
+    return tuple(one for value in values for one in option.read(value, flag))
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -123,7 +126,12 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A loader that refuses duplicate keys; PyYAML's own keeps the last silently."""
+        """PyYAML's loader, but duplicate keys are refused, and `on`, `off`, `yes`, `no` are words, as in YAML 1.2."""
+
+        yaml_implicit_resolvers: ClassVar = {
+            first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
+            for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = [str(key.value) for key, _ in node.value]
@@ -132,6 +140,7 @@ def read_yaml(path: Path) -> Any:
                     raise ConfigError(f"{path}: duplicate key {name}, line {node.start_mark.line + 1} and below")
             return super().construct_mapping(node, deep)
 
+    Loader.add_implicit_resolver(_BOOLEAN, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
@@ -187,6 +196,9 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 def _named(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, found {type(value).__name__}")
+    for name in value:
+        if name is None or isinstance(name, bool):
+            raise ConfigError(f"{where}: found the key {name}, expected a name; in quotation marks, if it is this word")
     return {str(name): item for name, item in value.items()}
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -247,6 +248,27 @@ def test_requests_with_one_new_key_wait_for_its_hash_together(file: Path, monkey
     # Of wrong ones a single hash is computed, whose client has left.
     assert run(app, lambda client: asked(client, wrong, 2)) == [429] * 19 and len(computed) == 2
     assert run(app, lambda client: asked(client, [key] * 3, 2)) == [200] * 2
+
+
+def test_clients_who_leave_while_their_keys_are_proved_leave_room_for_others(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_lines, "_scrypt", lambda key, salt, ln: sha256(key).digest())
+    made = [new_key() for _ in range(api_keys._MOST_PROVING + 1)]
+    file.write_text("".join(f"user{at} {hashed}\n" for at, (_, hashed) in enumerate(made)))
+    ring = KeyRing(file=str(file))
+
+    async def work() -> None:
+        leaving = [asyncio.create_task(ring.prove(key.encode())) for key, _ in made[:-1]]
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await asyncio.wrap_future(ring._thread.submit(lambda: None))  # all of them are computed
+        await ring.prove(made[-1][0].encode())
+
+    asyncio.run(work())
+    assert ring.find(made[-1][0].encode()) is not None
 
 
 def test_a_key_may_be_bound_to_models(file: Path) -> None:

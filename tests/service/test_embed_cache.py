@@ -261,5 +261,5 @@ def test_without_the_setting_nothing_is_kept() -> None:
         assert (await client.get("/info")).json()["embed_cache"] is None
 
     run(app, work)
-    with pytest.raises(ConfigError, match="embed_cache_bytes must not be negative"):
+    with pytest.raises(ConfigError, match="embed_cache must not be negative"):
         ServiceSettings(embed_cache_bytes=-1)

@@ -222,6 +222,55 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
     assert message in str(caught.value)
 
 
+def test_a_word_that_yaml_1_1_reads_as_a_boolean_is_a_word(tmp_path: Path) -> None:
+    """YAML 1.1 has `off` for false; Helm and Ray read it so, and write `false`."""
+    file = tmp_path / "triptych.yaml"
+    for word in ("off", "false", "'off'"):
+        model = f"no: {{path: /x, weights_cache: {word}}}"
+        file.write_text(f"haproxy: {word}\nprefix_caching: {word}\ncpu_binding: {word}\nmodels:\n  {model}\n")
+        found = sources.from_file(file)
+        assert found.settings == {"haproxy": "off", "prefix_caching": False, "cpu_binding": "off"}
+        assert found.models == {"no": {"path": "/x", "weights_cache": None}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dir": False}, "state_dir: found False, expected a text"),
+        ({"weights_cache": True}, "weights_cache: found True, expected a text"),
+        ({"models": {False: "/x"}}, "models: found the key False, expected a name"),
+        ({"port": True}, "port: found True, expected a whole number"),
+    ],
+)
+def test_a_boolean_is_no_path_and_no_name(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sources.from_mapping(content, "file")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("drain_timeout", -1.0), ("stall_timeout", 0.0), ("stream_interval", 11.0), ("keep_alive", 0.0)),
+        *(("load_timeout", 0.0), ("embed_cache", -1), ("response_store", -1), ("max_state_bytes", -1)),
+        *(("model_memory", 0), ("max_download", 0), ("scale_target", 2.0), ("scale_up_delay", -1.0)),
+        *(("max_loras", 0), ("tokenizer_threads", 0), ("threads", 0), ("request_timeout_s", 0.0)),
+    ],
+)
+def test_an_error_names_the_setting(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting} (and \w+ )?must "):
+        resolve_config({"a": {"path": "/a"}}, {setting: value})
+
+
+def test_each_value_of_a_repeated_flag_is_checked() -> None:
+    """An empty path of a folder would be the working directory."""
+    for flag in ("--lora-dir", "--lora", "--cors-origin"):
+        with pytest.raises(ConfigError, match=f"{flag}: found '', expected"):
+            parse(flag, "")
+    with pytest.raises(ConfigError, match="expected DIR, or MODEL:DIR"):
+        parse("--lora-dir", "base:")
+    assert parse("--lora-dir", "a:/x", "--lora-dir", "/y") == {"lora_dir": ("a:/x", "/y")}
+
+
 def test_a_missing_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         sources.from_file(tmp_path / "none.yaml")

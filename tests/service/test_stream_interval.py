@@ -121,5 +121,5 @@ def test_token_metrics_count_tokens_and_not_events(url: str) -> None:
 
 @pytest.mark.parametrize("seconds", [-0.1, 11.0, float("nan")])
 def test_stream_intervals_are_limited(seconds: float) -> None:
-    with pytest.raises(ConfigError, match="stream_interval_s must be 0 to 10"):
+    with pytest.raises(ConfigError, match="stream_interval must be 0 to 10"):
         ServiceSettings(stream_interval_s=seconds)
