@@ -34,13 +34,16 @@ class BatchMetrics:
     def ended(self, status: str) -> None:
         self._ended.labels(status).inc()
 
-    def state(self, active: list[Batch], num_bytes: int) -> None:
-        """Set the gauges."""
+    def state(self, active: list[Batch]) -> None:
+        """Set the gauges of the batches that this process runs."""
         self._active.set(len(active))
         self._waiting.set(sum(max(0, one.total - one.completed - one.failed) for one in active))
+
+    def stored(self, num_bytes: int) -> None:
+        """Set the size of the state folder, which each replica with this folder knows."""
         self._bytes.set(num_bytes)
 
 
 def _gauge(metrics: Metrics, name: str, text: str) -> Gauge:
-    # The replica that runs batches knows; the others have 0.
+    # Of replicas with one folder, one runs the batches; the others count none.
     return Gauge(f"triptych_{name}", text, registry=metrics.registry, multiprocess_mode="livemax")

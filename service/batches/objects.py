@@ -1,4 +1,4 @@
-"""Bodies and objects of files and batches, as OpenAI has them."""
+"""The request bodies of files and batches, and their JSON in replies, as OpenAI has them."""
 
 from __future__ import annotations
 

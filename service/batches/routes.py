@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from triptych.service.batches.objects import BatchBody, FileForm, batch_object, file_object, page_of
 from triptych.service.batches.records import DAY_SECONDS, RETENTION_SECONDS, Batch, StoredFile, now
@@ -27,7 +27,8 @@ from triptych.service.core.errors import (
     shorten,
     too_large,
 )
-from triptych.service.http.bodies import context_of_request, json_response, raw_body
+from triptych.service.http.bodies import context_of_request, json_response, page_limit, raw_body
+from triptych.service.http.file_replies import file_reply
 from triptych.service.http.form_stream import StreamedForm, read_form_to
 from triptych.service.http.multipart import boundary_of
 from triptych.service.http.parsing import parsed
@@ -91,7 +92,7 @@ async def create_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """Lists the files, the newest first."""
     batches, owner = _batches(request), context_of_request().tenant.id
-    query, limit = request.query_params, _limit(request, 10_000, 10_000)
+    query, limit = request.query_params, page_limit(request, 10_000, 10_000)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
@@ -111,17 +112,17 @@ async def retrieve_file(request: Request) -> Response:
     "The content of a file",
     replies("The content.", texts=("application/jsonl",)),
     _FILE_ID,
-    errors=(404, 501),
+    errors=(404, 416, 501),
 )
 async def file_content(request: Request) -> Response:
-    """Returns the bytes of a file."""
+    """Returns the bytes of a file; `Range` names a part of them."""
     file = await _file(request)
     path = _batches(request).store.path_of(file.id)
     try:
         found = await asyncio.to_thread(os.stat, path)
     except OSError:
         raise _no_file(file.id) from None
-    return FileResponse(path, media_type="application/jsonl", filename=file.filename, stat_result=found)
+    return file_reply(request, path, found, "application/jsonl", file.filename)
 
 
 @routes.delete("/v1/files/{file_id}", "Delete a file", replies("It is deleted.", Any), _FILE_ID, errors=(404, 409, 501))
@@ -185,7 +186,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """Lists the batches, the newest first. They are kept for 30 days after their end."""
     batches, owner = _batches(request), context_of_request().tenant.id
-    limit, after = _limit(request, 20, 100), request.query_params.get("after")
+    limit, after = page_limit(request, 20, 100), request.query_params.get("after")
     found = await batches.run(lambda tables: tables.batches(owner, after, limit + 1))
     return json_response(page_of([batch_object(one) for one in found], limit))
 
@@ -241,13 +242,6 @@ async def _file(request: Request) -> StoredFile:
 
 def _no_file(file_id: str) -> ApiError:
     return not_found(f"file {shorten(file_id)} not found", "file_not_found")
-
-
-def _limit(request: Request, default: int, most: int) -> int:
-    text = request.query_params.get("limit", str(default))
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= most:
-        raise invalid(f"limit must be from 1 to {most}", "limit")
-    return int(text)
 
 
 def _fields(form: StreamedForm) -> tuple[FileForm, int]:

@@ -120,7 +120,8 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Start, cancel and end the work on batches as their states ask for."""
-        active = await self.store.run(lambda tables: tables.active())
+        active, num_bytes = await self.store.run(lambda tables: (tables.active(), tables.bytes_used))
+        self.metrics.stored(num_bytes)
         sweeps = time.monotonic() - self._swept >= _SWEEP_SECONDS
         if not (active or sweeps or self._tasks):
             return
@@ -131,7 +132,7 @@ class BatchRunner:
             self._swept = time.monotonic()
             gone, known = await self.store.run(lambda tables: tables.expire())
             await self.file_thread.run_in_thread(lambda: sweep(self.store.files, gone, known))
-        self.metrics.state(active, await self.store.run(lambda tables: tables.bytes_used))
+        self.metrics.state(active)
         chosen = _in_turns(active)[:_MAX_BATCHES]
         for batch_id in self._tasks.keys() - {batch.id for batch in chosen}:
             await self._end_task(batch_id)  # it has ended, or waits for those of others
@@ -159,7 +160,7 @@ class BatchRunner:
     async def _rest(self) -> None:
         """Leave the batches to another process."""
         await self._end_tasks()
-        self.metrics.state([], 0)
+        self.metrics.state([])
 
     async def _end_tasks(self) -> None:
         for batch_id in list(self._tasks):

@@ -48,6 +48,9 @@ def run(file: Path, models: Mapping[str, Mapping[str, Any]], settings: Mapping[s
     endpoint = _endpoint(file)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {output} does not exist")
+    for made in (output, _errors_of(output)):
+        if made.exists() and made.samefile(file):
+            raise ConfigError(f"--output {output}: {made} is the file of requests, which would be overwritten")
     state = output.with_name(f"{output.name}.state")
     config = resolve_config(
         models, {**settings, "runtime": "local", "state_dir": str(state.absolute()), "max_state_bytes": _NO_LIMIT}

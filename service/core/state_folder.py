@@ -15,6 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +33,15 @@ class Database:
     """An SQLite database that one thread of this process reads and writes; one in memory needs no thread."""
 
     def __init__(self, file: Path | None) -> None:
-        """Open `file`, or a database in memory. Raises `ConfigError`."""
+        """Open `file`, which its owner alone may read, or a database in memory. Raises `ConfigError`."""
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._file = file
         try:
+            if file is not None:
+                _make_private(file)
             self._opened: sqlite3.Connection | None = self._open()
+        except OSError as error:
+            raise ConfigError(f"state_dir: {file}: {error.strerror}") from None
         except sqlite3.Error as error:
             raise ConfigError(f"state_dir: {file} cannot be opened as an SQLite database: {error}") from None
         self._thread: threading.Thread | None = None
@@ -150,6 +155,17 @@ class Database:
             future.set_result(result)
 
 
+def _make_private(file: Path) -> None:
+    """Let only its owner read a database, which is made if it is missing; SQLite gives its further files the same mode.
+
+    An existing file is not opened: closing it would release the locks that this process has on it.
+    """
+    with suppress(FileExistsError):
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    if file.stat().st_uid == os.geteuid():
+        file.chmod(0o600)
+
+
 class StateFolder:
     """The locked folder `path` with its database, `db`."""
 
@@ -159,7 +175,6 @@ class StateFolder:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.close(os.open(self.path / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # for its owner alone
         except OSError as error:
             raise ConfigError(f"state_dir {path}: {error.strerror}") from None
         try:

@@ -83,6 +83,14 @@ def named_model(request: Request, given: str | None) -> str | None:
     return next((one for one in names if one not in PLACEHOLDERS or service_of(request).models.knows(one)), None)
 
 
+def page_limit(request: Request, default: int, most: int) -> int:
+    """Return how many entries of a list a request asks for (`?limit=`), at most `most`; raises a 400."""
+    text = request.query_params.get("limit", str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= most):
+        raise invalid(f"limit must be from 1 to {most}", "limit")
+    return int(text)
+
+
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:
     """Return a JSON body as `whole_body` does; raises a 415 for another content type, a 400 for an empty body.
 

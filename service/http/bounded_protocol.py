@@ -30,8 +30,13 @@ from triptych.service.settings.service_settings import Limits
 # Times `max_header_bytes`. Up to here the application refuses headers, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
-# The routes with files, which the table of routes gives a larger limit; a proxy under Ray does not import that table.
-_AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition")
+# The routes with larger bodies and their limits, as in the table of routes, which a proxy under Ray does not import.
+_LARGE_BODIES = {
+    "/v1/audio/transcriptions": "max_audio_bytes",
+    "/v1/audio/translations": "max_audio_bytes",
+    "/pipeline/automatic-speech-recognition": "max_audio_bytes",
+    "/v1/files": "max_file_bytes",
+}
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that determine where a message ends
 _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
@@ -98,8 +103,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._drained = drained
         self._idle = idle
         self._is_known = False  # a request was accepted
-        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
-        self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
+        self._limits = limits
+        self._drain_left = 0  # bytes, while the connection is drained
         self._discards_input = False  # no further request will be read
         self._has_closed_writing = False
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
@@ -400,12 +405,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._drained.add(self)
-        self._drain_left = self._audio_drain_limit if self._is_audio() else self._drain_limit
+        self._drain_left = self._most_drained()
         self._start_timer()
 
-    def _is_audio(self) -> bool:
-        """Whether the body that comes is one of a route that takes an audio file, after any prefix."""
-        return self._in_body and self.scope["path"].endswith(_AUDIO_PATHS)
+    def _most_drained(self) -> int:
+        """Return how many bytes are discarded: a whole body on routes with larger ones, under any prefix."""
+        path = self.scope["path"] if self._in_body else ""
+        large = [getattr(self._limits, limit) for end, limit in _LARGE_BODIES.items() if path.endswith(end)]
+        return max((_DRAIN_FACTOR * self._limits.max_body_bytes, *large))
 
     def _close(self) -> None:
         """Close the connection at the end of a reply."""

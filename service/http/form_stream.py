@@ -5,6 +5,7 @@ Memory holds a part of the file of bounded size. The rules are those of `triptyc
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -45,11 +46,21 @@ async def read_form_to(path: Path, receive: Receive, boundary: bytes, in_thread:
             more = message.get("more_body", False)
             if len(reader.content) >= _PIECE or (not more and reader.content):
                 content, reader.content = reader.content, bytearray()
-                await in_thread(lambda content=content: _write(file.fileno(), content))  # type: ignore[misc]
+                await _finished(in_thread(lambda content=content: _write(file.fileno(), content)))  # type: ignore[misc]
             if not more:
                 break
-        await in_thread(lambda: os.fsync(file.fileno()))
+        await _finished(in_thread(lambda: os.fsync(file.fileno())))
     return reader.finish()
+
+
+async def _finished(work: Awaitable[None]) -> None:
+    """Wait for the work of a thread; a caller who is cancelled waits too: the thread writes to the open descriptor."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 def _write(descriptor: int, content: bytearray) -> None:

@@ -41,6 +41,7 @@ _MEANING = {
     409: "The request was cancelled, or the model's state does not allow it.",
     413: "The body, or what it asks for, is too large.",
     415: "The body is not declared as JSON.",
+    416: "`Range` is beyond the end of the file.",
     429: "The queue is full; try again after `Retry-After` seconds.",
     431: "The headers are too large.",
     499: "The client closed the connection.",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from triptych.model.pretrained import CHECKPOINTS
 from triptych.service.core.errors import not_found
+from triptych.service.http.file_replies import file_reply
 from triptych.service.http.route_prefix import is_bare, prefix_of
 from triptych.service.http.route_table import Reply, Routes
 from triptych.service.http.static_pages import page
@@ -37,9 +38,13 @@ async def playground(request: Request) -> Response:
     return page("playground")
 
 
-@routes.get(f"/{SAMPLE}", "A sound to transcribe", {200: Reply("A sentence.", texts=("audio/flac",))}, errors=(404,))
+@routes.get(
+    f"/{SAMPLE}", "A sound to transcribe", {200: Reply("A sentence.", texts=("audio/flac",))}, errors=(404, 416)
+)
 async def sample(request: Request) -> Response:
     """Returns a short recording in English, for examples. 404 if the embedded models are not installed."""
-    if not _SAMPLE.is_file():
-        raise not_found(f"{SAMPLE} is not installed: the package has no embedded models")
-    return FileResponse(_SAMPLE, media_type="audio/flac")
+    try:
+        found = _SAMPLE.stat()
+    except OSError:
+        raise not_found(f"{SAMPLE} is not installed: the package has no embedded models") from None
+    return file_reply(request, _SAMPLE, found, "audio/flac")

@@ -15,7 +15,7 @@ from triptych.service.core.response_store import ResponseStore, StoredResponse
 from triptych.service.dialects import response_items, responses
 from triptych.service.dialects.common import naming_errors
 from triptych.service.dialects.responses_bodies import AnyItem, InputReference, InputTokensBody, ResponsesBody
-from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.bodies import context_of_request, json_response, page_limit, read_body
 from triptych.service.http.json_replies import Json
 from triptych.service.http.model_use import chat_model, planned
 from triptych.service.http.route_table import Example, Routes, in_path, in_query, json_body, replies
@@ -129,14 +129,12 @@ async def delete(request: Request) -> Response:
 async def input_items(request: Request) -> Response:
     """Lists the items before a response, including those of the earlier responses that it continued."""
     query = request.query_params
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
-        raise invalid("limit must be from 1 to 100", "limit")
+    limit, order = page_limit(request, 20, 100), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
     messages = (await _stored(request)).messages()
     found = response_items.items(messages[:-1])
-    page = response_items.page(found, after=query.get("after"), limit=int(limit), descends=order == "desc")
+    page = response_items.page(found, after=query.get("after"), limit=limit, descends=order == "desc")
     return json_response(page)
 
 

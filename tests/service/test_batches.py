@@ -8,8 +8,9 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import pytest
 from tests.service.support import App, check_accounts, hold, live, make_app, run
 from triptych.model.errors import ConfigError
 from triptych.service.app import Application
-from triptych.service.batches import calls, records, store
+from triptych.service.batches import calls, records, runner, store
 from triptych.service.batches.calls import request_of
 from triptych.service.batches.lines import parse
 from triptych.service.cli import batch as batch_command
+from triptych.service.http.form_stream import read_form_to
 from triptych.service.http.multipart import boundary_of, read_form
 from triptych.service.observability import logs
 from triptych.service.settings.serve_config import ServeConfig
@@ -330,8 +332,83 @@ class TestFiles:
                 assert (await client.get(f"/v1/files/{path}")).status_code == 404
                 assert (await client.get(f"/v1/files/{path}/content")).status_code == 404
             assert not (tmp_path / "files" / made[1]["id"]).exists()
-            for query in ("limit=0", "limit=10001", "order=x"):
+            for query in ("limit=0", "limit=10001", f"limit={1:09}9999", f"limit={1:09}{'9' * 5000}", "order=x"):
                 assert (await client.get(f"/v1/files?{query}")).status_code == 400
+
+        run(batch_app(tmp_path), work)
+
+    def test_an_upload_that_is_cancelled_stays_open_until_its_thread_has_written(self, tmp_path: Path) -> None:
+        """Else the thread could write to another file or connection, which has the descriptor next. Ray cancels."""
+        form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nABC\r\n--b--\r\n'
+        begun, go = threading.Event(), threading.Event()
+
+        async def in_thread(work: Callable[[], None]) -> None:
+            def held() -> None:
+                begun.set()
+                assert go.wait(60)
+                work()
+
+            await asyncio.to_thread(held)
+
+        async def receive() -> Json:
+            return {"type": "http.request", "body": form, "more_body": False}
+
+        async def work() -> None:
+            task = asyncio.create_task(read_form_to(tmp_path / "x", receive, b"b", in_thread))
+            await asyncio.to_thread(begun.wait, 60)
+            task.cancel()
+            _, waiting = await asyncio.wait({task}, timeout=0.05)
+            go.set()
+            await asyncio.wait({task})
+            assert waiting and task.cancelled()
+            assert (tmp_path / "x").read_bytes() == b"ABC"
+
+        asyncio.run(work())
+
+    def test_the_bytes_on_disk_are_a_metric_without_any_batch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            async def stored() -> float:
+                text = (await client.get("/metrics")).text
+                found = re.search(r"^triptych_batch_state_bytes (\S+)$", text, re.MULTILINE)
+                assert found is not None
+                return float(found[1])
+
+            file = (await upload(client, bytes(200_000))).json()
+            async with asyncio.timeout(60):
+                while await stored() < 200_000:
+                    await asyncio.sleep(0.01)
+                await client.delete(f"/v1/files/{file['id']}")
+                while await stored() >= 200_000:
+                    await asyncio.sleep(0.01)
+
+        run(batch_app(tmp_path), work)
+
+    def test_a_part_of_a_file(self, tmp_path: Path) -> None:
+        parts = {"1-2": b"BC", "2-": b"CD", "-1": b"D", "1-99": b"BCD", "-9": b"ABCD"}
+        whole = ["bytes=2-1", "bytes=-", "bytes=0-0,2-2", "lines=1-2", "nothing", "bytes=\u0661-2"]
+
+        async def work(client: httpx.AsyncClient) -> None:
+            file = (await upload(client, b"ABCD")).json()
+
+            async def got(asked: str, **headers: str) -> httpx.Response:
+                given = {"range": asked.encode(), **{name: value.encode() for name, value in headers.items()}}
+                return await client.get(f"/v1/files/{file['id']}/content", headers=given)
+
+            for part, found in parts.items():
+                reply = await got(f"bytes={part}")
+                assert (reply.status_code, reply.content) == (206, found), part
+            for part in ("4-", "4-9", "-0"):
+                reply = await got(f"bytes={part}")
+                assert reply.status_code == 416 and reply.headers["content-range"] == "bytes */4"
+                assert reply.json()["error"]["code"] == "range_not_satisfiable"
+                assert (await got(f"bytes={part}", **{"if-range": '"another version"'})).content == b"ABCD"
+            for asked in whole:
+                reply = await got(asked)
+                assert (reply.status_code, reply.content) == (200, b"ABCD"), asked
 
         run(batch_app(tmp_path), work)
 
@@ -551,6 +628,10 @@ class TestCommand:
         assert "in.jsonl: line 2: the line is no JSON object" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="does not exist"):
             batch_command.run(tmp_path / "in.jsonl", {}, {}, tmp_path / "no" / "out")
+        (tmp_path / "x.errors").hardlink_to(tmp_path / "in.jsonl")
+        for output in ("in.jsonl", "x"):
+            with pytest.raises(ConfigError, match="is the file of requests, which would be overwritten"):
+                batch_command.run(tmp_path / "in.jsonl", {}, {}, tmp_path / output)
         for first in ("", "x", json.dumps(line("a", "/nope"))):
             with pytest.raises(ConfigError, match="first line"):
                 self.run(tmp_path, monkeypatch, [first])

@@ -23,7 +23,9 @@ from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.settings.service_settings import Limits
 
 _made: list[Connection] = []
-LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=1_000_000)
+LIMITS = Limits(
+    receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=1_000_000, max_file_bytes=1_000_000
+)
 
 
 class Timer:
@@ -217,11 +219,11 @@ async def test_the_next_head_has_seconds_of_its_own() -> None:
 CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
 
 
+@pytest.mark.parametrize("path", [b"/v1/audio/transcriptions", b"/group/v1/files"])
 @in_a_loop
-async def test_the_rest_of_an_audio_file_that_is_refused_is_drained() -> None:
+async def test_the_rest_of_a_file_that_is_refused_is_drained(path: bytes) -> None:
     client = Connection()
-    path = LENGTH.split(b" ")[1]
-    length = LENGTH.replace(path, b"/v1/audio/transcriptions", 1).replace(b"100000", b"100000000")
+    length = LENGTH.replace(LENGTH.split(b" ")[1], path, 1).replace(b"100000", b"100000000")
     await client.send(length)
     for _ in range(10):
         await client.send(b"a" * 100_000)
@@ -540,6 +542,5 @@ async def test_a_task_that_is_cancelled_itself_stays_so_and_keeps_no_work_for_a_
         await loss.cancels(asyncio.sleep(60))
 
 
-def test_the_paths_of_audio_files_are_those_of_the_table() -> None:
-    audio = {path for path, limit in TABLE.body_limits.items() if limit == "max_audio_bytes"}
-    assert set(bounded_protocol_module._AUDIO_PATHS) == audio
+def test_the_paths_of_larger_bodies_are_those_of_the_table() -> None:
+    assert TABLE.body_limits == bounded_protocol_module._LARGE_BODIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from triptych.model.errors import ConfigError
+from triptych.service.batches.store import Store
 from triptych.service.core.state_folder import StateFolder
 
 STEPS = ("CREATE TABLE words (word TEXT PRIMARY KEY)",)
@@ -36,6 +38,17 @@ def test_what_was_answered_is_there_after_a_restart_and_failed_work_alone_is_und
     assert again.db.submit(words).result() == ["a", "b", "c"]
     again.close()
     assert (tmp_path / "state").stat().st_mode & 0o077 == 0
+
+
+def test_only_its_owner_reads_what_is_in_a_folder_that_others_may_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "batches.sqlite").touch(0o644)  # an earlier version made it so
+    folder, store = StateFolder(str(tmp_path)), Store(tmp_path, 1 << 30)
+    asyncio.run(store.run(lambda tables: tables.active()))
+    modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()}
+    assert {"triptych.sqlite", "batches.sqlite", "files"} <= modes.keys() and not any(modes.values()), modes
+    store.close()
+    folder.close()
 
 
 def test_a_newer_schema_and_a_broken_file_are_refused_by_name(tmp_path: Path) -> None:

@@ -393,6 +393,7 @@ def test_a_conversation_goes_on_at_another_replica(monkeypatch: pytest.MonkeyPat
     assert kept is not None and len(kept.messages()) == 4
     assert ask(second, "GET", path).json() == made
     assert ask(second, "GET", f"{path}/input_items").status_code == 200
+    check_error(ask(second, "GET", f"{path}/input_items?limit={1:09}{'9' * 5000}"), 400, "limit")
     assert ask(second, "DELETE", path).json()["deleted"] is True
     check_error(ask(second, "GET", path), 404, None, "response_not_found")
     check_error(ask(second, "POST", RESPONSES, json=body), 400, "previous_response_id")
