@@ -64,7 +64,7 @@ class ModelsFolder:
         """Return all models by name; None if the folder cannot be listed now. Reads headers of files, so it blocks."""
         try:
             real = self.path.resolve(strict=True)
-            names = [entry.name for entry in os.scandir(real) if entry.is_dir()]
+            names = [entry.name for entry in os.scandir(real) if _is_folder(entry)]
             files = self._files(real)
         except OSError as error:
             logger.warning("%s cannot be listed: %s", self.setting, error.strerror)
@@ -153,12 +153,26 @@ class AdaptersFolder(ModelsFolder):
         read_adapter_settings(folder, pickle=self._pickle)
 
 
-def _stamp(folder: Path) -> Stamp:
-    """Return the name, size and modification time of each file."""
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder; false for a link in a circle, or to where this process may not look."""
     try:
-        if folder.is_file():
-            return ((folder.name, (found := folder.stat()).st_size, found.st_mtime_ns),)
-        files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _stamp(folder: Path) -> Stamp:
+    """Return the name, size and modification time of each file; zeros for a link to nothing."""
+    try:
+        files = [folder] if folder.is_file() else list(folder.iterdir())
     except OSError:
         return ()
-    return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in files))
+    return tuple(sorted(map(_stamp_of, files)))
+
+
+def _stamp_of(file: Path) -> tuple[str, int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return file.name, 0, 0
+    return file.name, found.st_size, found.st_mtime_ns

@@ -18,6 +18,7 @@ from triptych.model.api.stats import ModelInfo
 from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.models import ServedModel
+from triptych.service.core.models_folder import ModelsFolder
 from triptych.service.lifecycle import folder_watch
 from triptych.service.settings.service_settings import Limits
 
@@ -132,10 +133,20 @@ def test_names_that_cannot_be_served_and_links_elsewhere_are_left_out(folder: Pa
     shutil.copytree(folder / "one", folder.parent / "elsewhere")
     os.symlink(folder.parent / "elsewhere", folder / "outside")
     os.symlink(folder / "one", folder / "inside")
+    os.symlink("circle", folder / "circle")  # its target cannot be looked up
     shutil.copytree(folder / "one", folder / "gen")  # the name of a model that is served
     app = make(folder)
     names = {name for name, one in run(app, listed).items() if one["origin"] == "models-dir"}
     assert names == {"one", "two", "inside"}
+
+
+def test_a_link_to_nothing_hides_no_change_of_its_folder(folder: Path) -> None:
+    os.symlink("nowhere", folder / "one" / "extra")
+    models = ModelsFolder(str(folder))
+    before = models.scan()
+    (folder / "one" / "config.json").write_text("{")
+    after = models.scan()
+    assert before and after and not before["one"].reason and after["one"].reason
 
 
 def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
