@@ -27,6 +27,7 @@ from triptych.model.system.host_memory import available_memory
 from triptych.service.cli.service_client import ServiceClient
 from triptych.service.settings import sources
 from triptych.service.settings.option_table import BY_NAME
+from triptych.service.settings.service_settings import is_loopback
 
 OPTIONS = tuple(BY_NAME[name] for name in ("host", "port", "threads"))
 _GB = 1e9
@@ -163,7 +164,7 @@ def _cache(name: str, folder: Path) -> Check:
 
 
 def _port(settings: Mapping[str, Any]) -> Iterator[Check]:
-    host, port = str(settings.get("host", "127.0.0.1")), int(settings.get("port", 8000))
+    host, port = (settings.get(name, BY_NAME[name].default) for name in ("host", "port"))
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as tried:
@@ -219,8 +220,8 @@ def _gpu(_: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _keys(settings: Mapping[str, Any]) -> Iterator[Check]:
-    host = str(settings.get("host", "127.0.0.1"))
-    local = host in ("localhost", "::1") or host.startswith("127.")
+    host = settings.get("host", BY_NAME["host"].default)
+    local = is_loopback(host)
     keys, file = settings.get("api_keys", ()), str(settings.get("api_key_file", ""))
     for name in ("api_key_file", "admin_key_file"):
         path = Path(str(settings.get(name, "")) or "/nonexistent")

@@ -25,11 +25,11 @@ from triptych.model.errors import ConfigError
 from triptych.model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 from triptych.model.inspection.attention_maps import AttentionMap
 from triptych.service.chat.abilities import folder_abilities
+from triptych.service.cli.service_client import DEFAULT_URL
 from triptych.service.planning.capabilities import Capability, capabilities
 from triptych.service.runtimes.model_reader import read_model
 
 _DTYPE = "float32"
-_URL = "http://127.0.0.1:8000"  # where `triptych serve` listens by default
 _PROMPT = 128  # tokens of the prompt in the table of costs
 
 
@@ -51,7 +51,7 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
         console.print(_kv_table(plans, memory, checkpoint.config.max_positions))
         console.print(_chat(folder_abilities(path)), markup=False)
     for one in _capabilities(name, path):
-        console.print(f"can {one.name}: {one.curl(_URL)}", markup=False, soft_wrap=True)
+        console.print(f"can {one.name}: {one.curl(DEFAULT_URL)}", markup=False, soft_wrap=True)
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:

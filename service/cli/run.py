@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -61,12 +62,14 @@ def _client(
 ) -> AbstractContextManager[tuple[ServiceClient, str]]:
     """Return a client, and the name of the model to use: of a running service that has it, else of a started one."""
     key = arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", "")
-    client, models = ServiceClient(url, key), None
+    client, models, problem = ServiceClient(url, key), None, f"no service at {url} has it"
     try:
         models = client.models()
-    except EngineError:
+    except EngineError as error:
         if arguments.url:
             raise
+        if re.match(r"\d{3}: ", str(error)):  # a service, which wants a key for example
+            problem = f"{url} answers {error}"
     if models is not None and (arguments.model in models or (arguments.model is None and models)):
         return nullcontext((client, arguments.model or _first_that_writes(models)))
     if arguments.url and models is not None:
@@ -76,7 +79,7 @@ def _client(
         name, path = find(arguments.model or default)
     except ConfigError as error:
         raise ConfigError(f"{error}{_before_prompt(arguments)}") from None
-    _say(f"loading {name} (no service at {url} has it) ...")
+    _say(f"loading {name} ({problem}) ...")
     return _Started(name, path, arguments)
 
 

@@ -21,15 +21,22 @@ from urllib.parse import urlsplit
 
 from triptych.model.errors import ConfigError, EngineError
 from triptych.model.system import python_child
+from triptych.service.settings.option_table import BY_NAME, OPTIONS
+from triptych.service.settings.service_settings import is_loopback
 
 Json = dict[str, Any]
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_URL = "http://{}:{}".format(*(BY_NAME[name].default for name in ("host", "port")))
 
 _SHOWN_CHARACTERS = 100  # of a reply that is no HTTP
 _CONNECT_SECONDS = 5.0  # for /info
 _REPLY_SECONDS = 3600.0  # between two parts of a stream; the service has its own limits
 _LAST_LINES = 20  # of a service that does not start
 _END_SECONDS = 20.0  # for a service to end, which is killed then
+# Variables that are meant for another service: where it listens, what it keeps and logs, its replicas and keys.
+_KEPT = ("threads", "cpu_binding", "tool_format", "reasoning_format")
+_OF_SERVICES = frozenset(
+    ("TRIPTYCH_CONFIG", *(one.variable for one in OPTIONS if not (one.per_model or one.name in _KEPT)))
+)
 _LONG_WORK = frozenset(  # loggers whose lines tell why a start takes long
     {"triptych.model.native.build", "triptych.model.engine.packing", "triptych.model.checkpoint.progress"}
 )
@@ -111,8 +118,7 @@ class ServiceClient:
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """Return what opens a URL: without the proxy of the environment if it is of this machine."""
-    host = urlsplit(url).hostname or ""
-    direct = host in ("localhost", "::1") or host.startswith("127.")
+    direct = is_loopback(urlsplit(url).hostname or "")
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
 
 
@@ -145,8 +151,8 @@ def service_url(given: str | None) -> str:
 def started_service(name: str, path: str, options: list[str]) -> Iterator[ServiceClient]:
     """Serve one model in a child process for the time of the block, on a free port of this machine, with a key."""
     key = secrets.token_urlsafe(24)
-    own = ("TRIPTYCH_PORT", "TRIPTYCH_HOST", "TRIPTYCH_CONFIG", "TRIPTYCH_API_KEY_FILE")  # settings of other services
-    environment = {name: value for name, value in os.environ.items() if name not in own} | {"TRIPTYCH_API_KEYS": key}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_SERVICES}
+    environment["TRIPTYCH_API_KEYS"] = key
     environment |= python_child.import_path()
     command = python_child.command("triptych.service.cli.main", "serve", f"{name}={path}", *options)
     command += ["--runtime", "local", "--host", "127.0.0.1", "--port", "0"]

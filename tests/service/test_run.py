@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from tests.service.support import App, live
 from tests.service.test_cli import triptych, triptych_here
 from triptych.model.checkpoint import progress
 from triptych.model.engine import packing
+from triptych.model.errors import EngineError
 from triptych.model.native import build
 from triptych.model.system.log_lines import JsonLines
 from triptych.service.cli import run as command
@@ -202,8 +204,17 @@ def test_a_service_that_cannot_be_used(service: tuple[App, str]) -> None:
         assert "401: " in triptych_here("run", "chat", "x", "--url", service[1], "--api-key", "wrong").stderr
 
 
-def test_a_model_that_no_service_has_is_served_for_the_time_of_the_chat() -> None:
-    run = triptych("run", "code", "def add(a, b):\n    ", "--max-tokens", "8", TRIPTYCH_URL=NOWHERE)
+def test_a_service_that_refuses_is_told_before_a_model_is_loaded_here(service: tuple[App, str]) -> None:
+    with terminal(), mock.patch.object(command, "_Started", side_effect=EngineError("not in a test")):
+        reply = triptych_here("run", "code", "x", TRIPTYCH_URL=service[1], TRIPTYCH_API_KEY="wrong")
+    assert f"loading code ({service[1]} answers 401: an API key is needed" in reply.stderr
+
+
+def test_a_model_that_no_service_has_is_served_for_the_time_of_the_chat(tmp_path: Path) -> None:
+    """Also in a shell or a container with the settings of a service, which are not meant for this one."""
+    others = {"LOG_FORMAT": "json", "REPLICAS": "2", "MODELS_DIR": str(tmp_path / "none"), "LORA": "a=b"}
+    variables = {f"TRIPTYCH_{name}": value for name, value in others.items()}
+    run = triptych("run", "code", "def add(a, b):\n    ", "--max-tokens", "8", TRIPTYCH_URL=NOWHERE, **variables)
     assert run.returncode == 0 and run.stdout.strip(), run.stderr
     assert run.stderr.startswith(f"loading code (no service at {NOWHERE} has it)")
     assert "Traceback" not in run.stderr
