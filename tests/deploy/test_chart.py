@@ -199,6 +199,9 @@ def test_an_endpoint_picker_chooses_among_the_pods_of_the_release() -> None:
     (container,) = pod(chart)["containers"]
     assert pool["spec"]["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
     assert config(chart).settings.vllm_metrics and not config(CHARTS["production"]).settings.vllm_metrics
+    picker, rules = pool["spec"]["endpointPickerRef"]["name"], of_kind(chart, "NetworkPolicy")["spec"]["ingress"]
+    read = [port["port"] for rule in rules if picker in str(rule["from"]) for port in rule["ports"]]
+    assert read == [config(chart).settings.metrics_port] != [0]  # it sends no key, which the other port asks for
     with pytest.raises(helm.helm_python().HelmError, match=r"inferencePool needs gateway\.enabled"):
         helm.render({"gateway": {"inferencePool": {"picker": "x"}}})
 

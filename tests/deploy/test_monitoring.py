@@ -80,6 +80,16 @@ def test_a_bound_of_an_objective_is_that_of_a_bucket() -> None:
     assert asked and asked <= bounds
 
 
+def test_every_refusal_by_load_counts_as_one() -> None:
+    """Each reason of a 429 that asks to try again, but for those of /v1/files and /v1/batches, which run no model."""
+    call = re.compile(r'(?:no_room|try_again)\((?:f?"[^"]*"|\w+), "(\w+)"')
+    reasons = {found for path in (ROOT / "service").rglob("*.py") for found in call.findall(path.read_text())}
+    reasons -= {"batches", "uploads"}
+    counted = re.search(r'reason=~"([^"]+)"', RULE_QUERIES["TriptychRefusing"])
+    assert counted is not None and "image_bytes" in reasons
+    assert [one for one in sorted(reasons) if not re.fullmatch(counted[1], one)] == []
+
+
 def test_each_alert_fires_on_what_it_is_for() -> None:
     promtool("test", "rules", "rules_test.yaml")
     tested = yaml.safe_load((RULES.parent / "rules_test.yaml").read_text())["tests"]
