@@ -57,3 +57,20 @@ def test_control_a_broken_link_is_found(tmp_path: Path) -> None:
 def test_no_page_is_too_long_to_read() -> None:
     lines = {page: len((ROOT / page).read_text().splitlines()) for page in PAGES}
     assert {page: count for page, count in lines.items() if count > LONGEST} == {}
+
+
+PATH = re.compile(r"(?<![\w/.-])(?:deploy|examples|lab|loadtest|model|service|tests)/[\w./-]*\w(?![\w*])")
+OF_NOW = [page for page in PAGES if not page.startswith(("docs/archive/", "docs/decisions/", "CHANGELOG", "tests/"))]
+
+
+@pytest.mark.parametrize("page", OF_NOW)
+def test_each_path_of_the_repository_that_a_page_names_is_there(page: str) -> None:
+    named = PATH.findall((ROOT / page).read_text())
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("package", ["model", "service"])
+def test_the_map_of_the_code_has_every_folder(package: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent.name for kind in ("py", "html") for path in (ROOT / package).glob(f"*/*.{kind}")}
+    assert sorted(name for name in folders if f"`{name}/" not in text) == []

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 from tests.model.checkpoints import native_backends
+from tests.service.processes import ROOT
 from triptych import __main__ as entry
 from triptych.model.errors import ConfigError, EngineDeadError
 from triptych.model.system.child_process import start_child
@@ -57,6 +58,12 @@ def test_help_shows_defaults_and_variables() -> None:
 
 HELP = [("--help",), *((name, "--help") for name in ("serve", "generate", "encode", "inspect", "download", "quantize"))]
 MISTAKES = [("serve", "/no/such"), ("generate", "code", "x", "--dtype", "int3"), ("inspect", "nothing")]
+
+
+def test_every_command_is_on_its_page() -> None:
+    rows = [line for line in (ROOT / "docs" / "command-line.md").read_text().splitlines() if line.startswith("| `")]
+    named = {word for row in rows for word in re.findall(r"`(?:triptych )?([a-z-]+)", row.split(" | ")[0])}
+    assert main._COMMANDS.keys() - named == set()
 
 
 def test_help_and_a_mistake_import_nothing_heavy() -> None:
