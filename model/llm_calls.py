@@ -1,4 +1,4 @@
-"""Calls of `LLM`: what they may be given, and whose turn it is."""
+"""Checks of what `LLM`'s methods are given, and the lock that lets one of them run at a time."""
 
 from __future__ import annotations
 

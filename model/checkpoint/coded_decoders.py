@@ -1,4 +1,4 @@
-"""Reads projections of `coded_layouts` as integers with scales where C has these, else as the floats that are meant."""
+"""Reads projections of `coded_layouts` as integers with scales where C has these, else as floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts whose few bits stand for floats, and of LLM.int8(): bitsandbytes, MXFP4, NVFP4. No torch.
+"""Layouts of 4-bit codes that stand for floats (bitsandbytes' nf4 and fp4, MXFP4, NVFP4), and of LLM.int8(). No torch.
 
 nf4 and fp4 (Dettmers et al. 2023, QLoRA): each block of a matrix, row after row, has a scale, and its numbers of 4
 bits are places of a table of 16. Scales may be coded themselves, in 8 bits by a table of 256 (double quantisation).

@@ -1,4 +1,4 @@
-"""Folders of token vectors without a network: what they say, as a config.json would have it.
+"""Reads folders with a table of token vectors and no network, as if they had a config.json of a model.
 
 sentence-transformers has them as a module (`modules.json`: StaticEmbedding), model2vec as a whole folder whose
 config.json has a `model_type` of its own. Vectors are those of sentence-transformers.

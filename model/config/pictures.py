@@ -1,4 +1,4 @@
-"""How a decoder reads pictures, as data: patches, a stack of layers over them, and what makes tokens' vectors of them.
+"""How a decoder reads pictures, as data: patches, a stack of layers over them, and the merger after it.
 
 A picture is a `Source` of pixels. Its rows come out of the tower and the merger, and take the place of the vectors of
 the prompt's image tokens.

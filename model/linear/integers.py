@@ -1,4 +1,4 @@
-"""Projections with weights in integers of 4 or 8 bits on a GPU, multiplied with activations as they are.
+"""Projections with weights in integers of 4 or 8 bits on a GPU, multiplied with activations in floats.
 
 Up to `MOST` rows a Triton kernel multiplies: it reads packed weights once for each tile of rows and makes floats of
 them in registers. For more rows all weights become floats in memory, rounded to the network's dtype, and torch

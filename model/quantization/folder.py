@@ -1,4 +1,4 @@
-"""Writes a folder with the projections of a checkpoint as integers, which serves itself.
+"""Writes a folder with the projections of a checkpoint as integers, which is served like any other.
 
 Matrices are read, rounded and written some rows at a time, so a model of any size takes some megabytes of memory. The
 integers and scales are those that `--quantization` makes of the same weights while it loads them, by the same C code.

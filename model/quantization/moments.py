@@ -1,4 +1,4 @@
-"""How much the inputs of each projection weigh, measured while the model reads texts.
+"""Measures the second moments of the inputs of each projection while a model reads texts.
 
 The squared error of an output is, if inputs were independent, the sum over inputs of their second moments times the
 squared errors of the weights that they are multiplied with. So a search for scales that weighs errors by these moments

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from triptych.service.chat.conversation import take_turn
 from triptych.service.core.models import Task
-from triptych.service.dialects import cohere as embedding_dialect
+from triptych.service.dialects import embeddings as embedding_dialect
 from triptych.service.dialects import openai
-from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.embeddings import EmbeddingBody
 from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
 from triptych.service.dialects.openai_replies import ChatCompletions, Completions
 from triptych.service.http.bodies import read_body

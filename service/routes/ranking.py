@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from triptych.service.core.errors import invalid
 from triptych.service.core.models import ServedModel, Task
-from triptych.service.dialects import cohere, ranking
+from triptych.service.dialects import embeddings, ranking
 from triptych.service.dialects.common import Extended, names_of, naming_errors
 from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from triptych.service.http.bodies import read_body
@@ -146,9 +146,9 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
     body = await read_body(request, CohereEmbedBody)
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
     served = service_of(request).models.resolve(body.model, Task.ENCODE)
-    with naming_errors(cohere.NAMES | names_of(body)):
-        show = cohere.embed_reply(body, by_type=by_type)
-        return await encode.answer(request, cohere.embed(body, served), show, of_embedder=True)
+    with naming_errors(embeddings.NAMES | names_of(body)):
+        show = embeddings.embed_reply(body, by_type=by_type)
+        return await encode.answer(request, embeddings.embed(body, served), show, of_embedder=True)
 
 
 async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -> list[str] | None:

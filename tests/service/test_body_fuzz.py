@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tests.service.dialects.support import chat_app
 from tests.service.test_worst_bodies import LONGEST_S, longest_hold
-from triptych.service.dialects.cohere import EmbeddingBody
+from triptych.service.dialects.embeddings import EmbeddingBody
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
 from triptych.service.dialects.ollama_bodies import OllamaChatBody

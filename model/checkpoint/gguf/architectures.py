@@ -1,7 +1,7 @@
-"""The table of every `general.architecture` of GGUF files that is served, and of Llama's relatives each row.
+"""The table of the GGUF architectures (`general.architecture`) that are served; Llama's relatives have their rows here.
 
 One `Architecture` for each: its metadata keys become config.json's, its tensors' names the published ones, so that the
-families' tables do the rest. Other kinds have modules of their own.
+families' tables do the rest. The rows of other kinds are in modules of their own.
 """
 
 from __future__ import annotations

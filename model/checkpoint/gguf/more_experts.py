@@ -1,6 +1,6 @@
-"""GGUF's mixtures of experts that a router's scores and biases, or SparseMixer, choose, and HunYuan's.
+"""Further mixtures of experts in GGUF: GLM-4.5, dots.llm1, ERNIE 4.5, MiniMax-M2, Phi-3.5-MoE and HunYuan-A13B.
 
-GLM-4.5, dots.llm1, ERNIE 4.5, MiniMax-M2, Phi-3.5-MoE and HunYuan-A13B.
+Their routers choose by scores with learned biases, or by SparseMixer; HunYuan's by softmax.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 
 from triptych.model.api.parameters import Beams, Taken
 from triptych.model.api.request import PARAMETERS
-from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import Ignored, Refused, ServedTypes
 from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody
+from triptych.service.dialects.embeddings import EmbeddingBody
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from triptych.service.dialects.llama_cpp import InfillBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
