@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from triptych.model.errors import ConfigError
 from triptych.service.settings import option_groups
@@ -128,7 +128,7 @@ def read_yaml(path: Path) -> Any:
     class Loader(yaml.SafeLoader):
         """PyYAML's loader, but duplicate keys are refused, and `on`, `off`, `yes`, `no` are words, as in YAML 1.2."""
 
-        yaml_implicit_resolvers: ClassVar = {
+        yaml_implicit_resolvers = {  # noqa: RUF012
             first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
             for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
