@@ -290,7 +290,8 @@ def test_a_folder_without_its_template_is_refused(tmp_path: Path) -> None:
     [
         ("1_LogitScore/config", {"true_token_id": 5000}, "outside the vocabulary"),
         ("1_LogitScore/config", {"module_input_name": "scores"}, "'scores' is not served"),
-        ("sentence_bert_config", {"transformer_task": "feature-extraction"}, "LogitScore"),
+        ("sentence_bert_config", {"transformer_task": "feature-extraction"}, "'logits' of 'forward', not served"),
+        ("sentence_bert_config", {"transformer_task": "feature-extraction", "modality_config": {}}, "LogitScore"),
         ("sentence_bert_config", {"modality_config": {"message": {"format": "xml"}}}, "'xml' are not served"),
     ],
 )
