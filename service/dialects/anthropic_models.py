@@ -10,7 +10,7 @@ from triptych.service.http.json_replies import Json
 from triptych.service.lifecycle.state import Service
 
 VERSION_HEADER = "anthropic-version"  # which every request of this API has
-_MOST = 1_000  # models of a page
+MOST_OF_A_PAGE = 1_000  # models
 
 
 def context_length(service: Service, name: str) -> int | None:
@@ -35,18 +35,16 @@ def anthropic_model(service: Service, name: str) -> Json:
     }
 
 
-def anthropic_models(service: Service, query: Mapping[str, str]) -> Json:
+def anthropic_models(service: Service, query: Mapping[str, str], limit: int) -> Json:
     """Return a page of the models: `limit` of them after `after_id` or before `before_id`; raises a 400."""
-    names, limit = service.models.names, query.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal()) or not 1 <= int(limit[:9]) <= _MOST:
-        raise invalid(f"limit must be from 1 to {_MOST}", "limit")
-    size, begin, end = int(limit), 0, len(names)
+    names = service.models.names
+    begin, end = 0, len(names)
     if (after := query.get("after_id")) is not None:
         begin = _place(names, "after_id", after) + 1
     if (before := query.get("before_id")) is not None:
         end = _place(names, "before_id", before)
     shown = names[begin:end]
-    page = shown[-size:] if before is not None and after is None else shown[:size]
+    page = shown[-limit:] if before is not None and after is None else shown[:limit]
     return {
         "data": [anthropic_model(service, name) for name in page],
         "has_more": len(shown) > len(page),

@@ -9,11 +9,8 @@ from triptych.service.http.json_replies import Json
 
 def token_texts(text: str, entries: Sequence[Json]) -> list[tuple[str, Json]]:
     """Divide the text of an output among its tokens; a token that is not shown, or only later, has none of it."""
-    texts, at, parts = (
-        [""] * len(entries),
-        0,
-        list[int](),
-    )  # `parts`: tokens since the last that are parts of characters
+    texts, at = [""] * len(entries), 0
+    parts = list[int]()  # tokens since the last text that are parts of characters
     for place, entry in enumerate(entries):
         word = entry["text"]
         if "\ufffd" in word:

@@ -40,7 +40,8 @@ async def create(request: Request) -> Response:
     service = service_of(request)
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
-    with service.handling(), naming_errors(messages.names(body)):
+    names = messages.names(body)
+    with service.handling(), naming_errors(names):
         said = messages.conversation(body, served)
         turn = await planned(
             request,
@@ -53,7 +54,7 @@ async def create(request: Request) -> Response:
             request,
             messages.generate_body(body, served, turn.ids, room),
             lambda generation: messages.Messages(generation, body, turn.format),
-            messages.names(body),
+            names,
             turn.shape(),
         )
 

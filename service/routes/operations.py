@@ -13,9 +13,15 @@ from triptych.model.checkpoint.folder import Checkpoint
 from triptych.service.chat.abilities import chat_abilities
 from triptych.service.core.errors import not_found, shorten
 from triptych.service.core.models import ServedModel
-from triptych.service.dialects.anthropic_models import VERSION_HEADER, anthropic_model, anthropic_models, context_length
+from triptych.service.dialects.anthropic_models import (
+    MOST_OF_A_PAGE,
+    VERSION_HEADER,
+    anthropic_model,
+    anthropic_models,
+    context_length,
+)
 from triptych.service.dialects.huggingface_info import huggingface_info
-from triptych.service.http.bodies import json_response
+from triptych.service.http.bodies import json_response, page_limit
 from triptych.service.http.json_replies import Json
 from triptych.service.http.route_table import Routes, in_path, replies
 from triptych.service.lifecycle.state import Service, service_of
@@ -122,7 +128,8 @@ async def models(request: Request) -> Response:
     """Lists the names to use as `model`; with the header `anthropic-version` as pages of Anthropic's API."""
     service = service_of(request)
     if VERSION_HEADER in request.headers:
-        return json_response(anthropic_models(service, request.query_params))
+        limit = page_limit(request, 20, MOST_OF_A_PAGE)
+        return json_response(anthropic_models(service, request.query_params, limit))
     return json_response({"object": "list", "data": [card(service, name) for name in service.models.names]})
 
 

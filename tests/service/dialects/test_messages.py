@@ -237,6 +237,8 @@ def test_models_are_listed_in_the_form_of_this_api(anthropic: Any) -> None:
         assert found.max_input_tokens == context > 0 and found.created_at.year > 2000
         with pytest.raises(anthropic.BadRequestError, match="after_id: no model 'nope'"):
             models.list(after_id="nope")
+        with pytest.raises(anthropic.BadRequestError, match="limit must be from 1 to 1000"):
+            models.list(extra_query={"limit": "0000000011001"})
         with pytest.raises(anthropic.BadRequestError, match="limit"):
             models.list(limit=0)
         with pytest.raises(anthropic.NotFoundError, match="nope"):
