@@ -31,7 +31,7 @@ from triptych.model.families.table.helpers import (
     switched_on,
 )
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rope import rotary
+from triptych.model.families.table.rope import rotary, with_default_rope
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 from triptych.model.families.table.stored_names import StoredNames
 
@@ -96,8 +96,7 @@ _MINISTRAL3_ROPE |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.
 def ministral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Ministral 3, whose queries grow with their position beyond the original context."""
     raw = raw.otherwise(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144, num_key_value_heads=8)
-    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = raw.but(rope_parameters=_MINISTRAL3_ROPE)
+    raw = with_default_rope(raw, _MINISTRAL3_ROPE)
     return with_attention(config(raw, names, growing=True), window=raw.get("sliding_window"))
 
 

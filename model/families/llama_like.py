@@ -35,6 +35,7 @@ from triptych.model.families.table.decoders import (
 )
 from triptych.model.families.table.helpers import activation, ignore_unless, refuse_unless, switched_on
 from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import with_default_rope
 from triptych.model.families.table.rules import Rule, TensorRule
 
 
@@ -119,8 +120,7 @@ def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, hidden_act="xielu")
-    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = raw.but(rope_parameters=_APERTUS_ROPE)
+    raw = with_default_rope(raw, _APERTUS_ROPE)
     raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5, rope_theta=12e6)
     base = llama.config(raw.but(hidden_act="silu"), names)
     assert base.decoder is not None

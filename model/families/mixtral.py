@@ -21,6 +21,7 @@ from triptych.model.families import llama
 from triptych.model.families.table.decoders import ExpertNames, with_attention, with_experts, with_windows
 from triptych.model.families.table.helpers import refuse_unless
 from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import with_default_rope
 from triptych.model.families.table.rules import Family, FusedExperts
 
 _MOE = "block_sparse_moe"
@@ -98,8 +99,7 @@ _OSS_PERIOD = 2  # every second layer has full attention
 def gpt_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.but(hidden_act="silu")  # the gate of experts is silu, whatever the file says
     raw.get("experts_per_token"), raw.get("initial_context_length")  # said once more, as OpenAI's code calls them
-    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
-        raw = raw.but(rope_parameters=_ROPE)
+    raw = with_default_rope(raw, _ROPE)
     raw = raw.otherwise(
         **dict(attention_bias=True, head_dim=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150_000.0),
         max_position_embeddings=131_072,

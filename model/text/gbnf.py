@@ -7,12 +7,16 @@ could go on with a character that may also follow is left to the parser, piece b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import compress
 from operator import not_
+from typing import TypeVar
 
 from triptych.model.errors import GrammarError
 from triptych.model.text.endless_rules import endless_rule
 from triptych.model.text.gbnf_syntax import ALL, Choice, Name, Node, Repeat, Sequence, Text, names_in, parsed, place_of
+
+T = TypeVar("T")
 
 _MAX_PASSES = 30  # over all rules, to find what may follow each
 
@@ -26,6 +30,13 @@ def gbnf_rules(text: str) -> str:
         return _Writer(text, parsed(text)).written()
     except RecursionError:
         raise GrammarError("the rules refer to each other too deeply") from None
+
+
+def _remembered(known: dict[int, tuple[Node, T]], node: Node, find: Callable[[Node], T]) -> T:
+    """Return what `find` returns of a node, which `known` keeps by the node's identity."""
+    if id(node) not in known:
+        known[id(node)] = (node, find(node))  # with the node, so that no other gets its identity
+    return known[id(node)][1]
 
 
 class _Sets:
@@ -62,10 +73,7 @@ class _Sets:
         self.follow = dict.fromkeys(names, ALL)
 
     def is_nullable(self, node: Node) -> bool:
-        known = self._nullable_of.get(id(node))
-        if known is None:
-            known = self._nullable_of[id(node)] = (node, self._is_nullable(node))
-        return known[1]
+        return _remembered(self._nullable_of, node, self._is_nullable)
 
     def _is_nullable(self, node: Node) -> bool:
         match node:
@@ -81,10 +89,7 @@ class _Sets:
                 return count in "*?" or count.startswith("{0,") or self.is_nullable(part)
 
     def first(self, node: Node) -> int:
-        known = self._first_of.get(id(node))
-        if known is None:
-            known = self._first_of[id(node)] = (node, self._found_first(node))
-        return known[1]
+        return _remembered(self._first_of, node, self._found_first)
 
     def _found_first(self, node: Node) -> int:
         match node:
@@ -129,10 +134,7 @@ class _Sets:
 
     def more(self, node: Node) -> int:
         """Return the characters with which a text of an expression of the lexer may go on."""
-        known = self._more.get(id(node))
-        if known is None:
-            known = self._more[id(node)] = (node, self._found_more(node))
-        return known[1]
+        return _remembered(self._more, node, self._found_more)
 
     def _found_more(self, node: Node) -> int:
         match node:
@@ -293,13 +295,12 @@ class _Writer:
         """Return the parts, with neighbours joined to one lexeme while the lexer can find its end."""
         found, end = list[str](), len(parts)
         while end:
-            begin = self._begin_of_lexeme(parts, end, follow)
-            if begin < end:
-                run = Sequence(parts[begin:end])
+            first = self._begin_of_lexeme(parts, end, follow)
+            begin = min(first, end - 1)
+            run = Sequence(parts[begin:end])
+            if first < end:
                 found.append(self._lexeme(run if len(run.parts) > 1 else run.parts[0]))
             else:
-                begin = end - 1
-                run = Sequence(parts[begin:end])
                 found.append(self._rule(parts[begin], follow))
             follow = self._sets.first_of(run.parts, follow)
             end = begin
@@ -310,11 +311,8 @@ class _Writer:
 
         It looks at each part once: there may be thousands.
         """
-        begin, more, may_be_empty = (
-            end,
-            0,
-            True,
-        )  # what those from `begin` on may go on with, and whether all can be empty
+        begin = end
+        more, may_be_empty = 0, True  # what those from `begin` on may go on with, and whether all can be empty
         while begin and self._is_regular(parts[begin - 1]):
             if may_be_empty:
                 more |= self._sets.more(parts[begin - 1])

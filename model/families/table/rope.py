@@ -159,6 +159,13 @@ def _longrope(scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: in
     )
 
 
+def with_default_rope(raw: Settings, parameters: Mapping[str, Any]) -> Settings:
+    """Return the settings with a class's own rotary parameters, where a file has none; `{}` is one that has."""
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+        return raw.but(rope_parameters=parameters)
+    return raw
+
+
 def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, Settings]:
     """Return the settings with the rotary parameters of each type of layer, for `rotary`.
 
