@@ -71,7 +71,7 @@ def test_of_this_machine_and_without_any_of_these_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [None, 32 << 20])
 def test_a_default_kv_pool_takes_memory_as_it_is_used(asked: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that was asked for is taken at load. What is promised is not given to the model that is loaded next."""
-    gc.collect()  # engines of other tests, which would else be freed, and their memory counted, in the middle of this one
+    gc.collect()  # engines of other tests: freed in the middle of this one, their memory would be counted as free
     others = promised_memory()  # to engines of other tests that have not ended
     monkeypatch.setattr(builder, "available_memory", lambda **given: others + (400 << 20))
     with LLM("code", EngineConfig(kv_cache_memory=asked)) as llm:
