@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str], *, most: int = 12, longest: int = 60) -> str:
-    """Return names of a file's choosing as a short list for a message: the first `most`, each in printable form."""
+    """Return names as a short list for a message: the first `most`, each in printable form and cut to `longest`."""
     names = list(names)
     shown = [name if len(name) <= longest else f"{name[:longest]}..." for name in names[:most]]
     text = ", ".join(name if name.isprintable() else ascii(name) for name in shown)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from triptych.model.errors import listed
 from triptych.model.system.folder_files import has_file
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -199,9 +200,7 @@ def _others(names: list[str]) -> str:
 
 
 def _shown(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name[:80] for name in names[:_SHOWN]) + more
+    return listed(names, most=_SHOWN, longest=80)
 
 
 def _text_in(file: Path, key: str) -> str:

@@ -32,7 +32,7 @@ from triptych.model.checkpoint.json_files import (
     SETTINGS,
 )
 from triptych.model.checkpoint.progress import Meter, bar_class
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, listed
 from triptych.model.gguf.paths import SHARD
 
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
@@ -259,5 +259,4 @@ def _shown(files: list[str]) -> str:
     """List files by their formats where these tell them apart, else by their paths."""
     formats = [found[-1] if (found := _FORMAT.findall(PurePosixPath(file).name)) else "" for file in files]
     names = formats if all(formats) and len(set(formats)) == len(formats) else files
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(name[:80] for name in names[:_MOST_SHOWN]) + more
+    return listed(names, most=_MOST_SHOWN, longest=80)

@@ -22,6 +22,7 @@ import msgspec
 from starlette.responses import Response
 
 from triptych.model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
+from triptych.model.errors import listed as first_names
 from triptych.service.core.request_context import current
 
 logger = logging.getLogger("triptych.errors")
@@ -241,10 +242,8 @@ def shorten(name: str, size: int = 64) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names with commas between them; of many names, only the first."""
-    names = list(names)
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return (", ".join(names[:_SHOWN_NAMES]) or "none") + more
+    """Return names with commas between them, of many only the first, or "none"."""
+    return first_names(names, most=_SHOWN_NAMES, longest=200) or "none"
 
 
 def scrub(text: str, size: int = 200) -> str:

@@ -16,8 +16,8 @@ from triptych.model.api.request import ImageSpan
 from triptych.model.api.sampling_bounds import beams_of, lacks_tokens, over_defaults
 from triptych.model.api.sampling_params import SAMPLING, LineStop
 from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import listed
 from triptych.model.text.fill_marks import OtherFile
-from triptych.model.text.source_languages import SourceLanguages
 from triptych.service.core.context_bound import ContextBound
 from triptych.service.core.errors import invalid, shorten
 from triptych.service.core.models import ServedModel
@@ -254,7 +254,8 @@ def source_language(body: GenerateBody, served: ServedModel) -> int | None:
         raise invalid(f"source_language: model {served.name} does not mark the language of a source", "source_language")
     token = languages.token(code)
     if token is None:
-        message = f"source_language: model {served.name} has no language {shorten(code)}; it has {_some(languages)}"
+        known = listed(languages.codes, most=_SHOWN)
+        message = f"source_language: model {served.name} has no language {shorten(code)}; it has {known}"
         raise invalid(message, "source_language")
     if not isinstance(body.prompt, str) and not isinstance(body.prompt[0], str):
         raise invalid("source_language: token ids are taken as they are; send texts", "source_language")
@@ -271,12 +272,6 @@ def target_language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
     ends = {served.config.bos_token_id, served.config.pad_token_id, *served.config.eos_token_ids}
     if not served.is_encoder_decoder or token is None or token in ends:
         languages = tokenizer.source_languages
-        known = "" if languages is None else f"; it has {_some(languages)}"
+        known = "" if languages is None else f"; it has {listed(languages.codes, most=_SHOWN)}"
         raise invalid(f"target_language: model {served.name} has no such language token{known}", "target_language")
     return (token,)
-
-
-def _some(languages: SourceLanguages) -> str:
-    codes = languages.codes
-    shown = ", ".join(codes[:_SHOWN])
-    return f"{shown} and {len(codes) - _SHOWN} more" if len(codes) > _SHOWN else shown

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.model.config.model import GenerationRules, ModelConfig
-from triptych.model.errors import ConfigError
+from triptych.model.errors import ConfigError, listed
 from triptych.model.families.table.helpers import ids
 
 _TUPLE = re.compile(r"\(\s*\d{1,9}(\s*,\s*\d{1,9})*,?\s*\)")  # of Python, as a key of JSON
@@ -87,7 +87,7 @@ def within_vocabulary(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
     def kept(name: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
         outside = [token for token in tokens if not 0 <= token < size]
         if outside:
-            shown = ", ".join(map(str, outside[:4])) + (f" and {len(outside) - 4} more" if len(outside) > 4 else "")
+            shown = listed(map(str, outside), most=4)
             warnings.append(f"{name}: {shown} cannot occur, as the vocabulary has {size} tokens")
         return tuple(token for token in tokens if 0 <= token < size) if outside else tokens
 
