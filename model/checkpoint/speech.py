@@ -281,8 +281,7 @@ class _Reader:
         Distilled models often name those of their teacher.
         """
         given = self._generation.get("alignment_heads") or []
-        decoder = self._config.decoder
-        assert decoder is not None
+        decoder = self._config.decoder_stack
         heads = [layer.attention.num_heads for layer in decoder.layers]
         pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
         if not pairs or not all(_is_id(at, len(heads)) and _is_id(head, heads[at]) for at, head in given):

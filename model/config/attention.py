@@ -1,4 +1,4 @@
-"""What attention and recurrent layers compute: norms, heads, positions, biases, and the states of Gated DeltaNet."""
+"""Attention and recurrent layers as data: norms, heads, positions, biases, and the states of Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from triptych.model.config.bounds import MOST_HEADS, require_positive
 from triptych.model.errors import ConfigError
 
-_MOST_DISTANCE = 65_536  # of bucketed distances, which a table has one by one
+_MOST_DISTANCE = 65_536  # of bucketed distances; a table has an entry for each
 
 
 class NormKind(StrEnum):
@@ -57,7 +57,7 @@ class RotaryConfig:
     theta: float = 10_000.0
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
-    original_max_positions: float = 0  # the context before stretching; what it was found from may round it
+    original_max_positions: float = 0  # the context before stretching; a fraction if settings were rounded
     length: int = 0  # DYNAMIC: the context that the base is computed for
     low_freq_factor: float = 1.0  # LLAMA3
     high_freq_factor: float = 4.0
@@ -65,9 +65,9 @@ class RotaryConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of cosine and sine
-    long_attention_factor: float | None = None  # LONGROPE: the same beyond the original context; None: no other
+    long_attention_factor: float | None = None  # LONGROPE: the same beyond the original context; None: equal
     growth: float = 0.0  # queries grow by 1 + growth * ln(1 + floor(position / original context)) (Llama 4)
-    interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
+    interleaved: bool = False  # pairs are neighbours (GPT-J); else they are half of `dim` apart (GPT-NeoX, Llama)
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
     turning: int | None = (
@@ -85,7 +85,7 @@ class RotaryConfig:
 
     @property
     def by_length(self) -> bool:
-        """Whether keys turn otherwise once a sequence leaves the original context."""
+        """Whether keys are rotated differently once a sequence leaves the original context."""
         differ = self.short_factors != self.long_factors or self.long_attention_factor is not None
         return self.scaling is RopeScaling.LONGROPE and differ
 
@@ -147,7 +147,7 @@ class BucketBiasConfig:
 
     num_buckets: int = 32
     max_distance: int = 128
-    shared: bool = True  # one table for all layers of the stack; not: a table for each layer (umT5)
+    shared: bool = True  # one table for all layers of the stack, instead of one for each layer (umT5)
 
     def __post_init__(self) -> None:
         require_positive(num_buckets=self.num_buckets, max_distance=self.max_distance, most=_MOST_DISTANCE)
@@ -206,9 +206,9 @@ class AttentionConfig:
     position: RotaryConfig | AlibiConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig | None = None
     window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, window - 1 after it
     softcap: float | None = None  # scores stay between -softcap and softcap
-    qk_norm: NormConfig | None = None  # of queries and of keys, before they turn
+    qk_norm: NormConfig | None = None  # of queries and of keys, before their rotation
     qk_norm_span: NormSpan = NormSpan.HEAD
-    turns_first: bool = False  # queries and keys turn before their norms (HunYuan)
+    turns_first: bool = False  # queries and keys are rotated before their norms (HunYuan)
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
     clip: float | None = None  # projected queries, keys and values stay between -clip and clip (OLMo, MPT)
@@ -232,10 +232,11 @@ class AttentionConfig:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
             raise ConfigError(f"{self.position.dim} rotary dimensions are more than the {self.head_dim} of a head")
+        norms_heads = self.qk_norm is not None and self.qk_norm_span is NormSpan.HEAD
         grows = isinstance(self.position, RotaryConfig) and self.position.growth
-        if grows and self.qk_norm is not None and self.qk_norm_span is NormSpan.HEAD:
+        if grows and norms_heads:
             raise ConfigError("queries that grow with their position have no norm of each head")
-        if self.turns_first and (self.qk_norm is None or self.qk_norm_span is not NormSpan.HEAD or self.keys_of):
+        if self.turns_first and not (norms_heads and self.keys_of is None):
             raise ConfigError("queries and keys that turn first have norms of each head")
         own = self.keys_of is None and self.value_norm is None
         if self.clip is not None and not (own and (self.qk_norm is None or self.qk_norm_span is NormSpan.ALL_HEADS)):
@@ -259,7 +260,7 @@ class AttentionConfig:
 
     @property
     def kv_shape(self) -> tuple[int, int]:
-        """Of one token's keys, and of its values: heads and their width."""
+        """The shape of one token's keys, and of its values: heads, and the width of each."""
         return self.num_kv_heads, self.head_dim
 
     @property
@@ -311,15 +312,15 @@ class GatedDeltaConfig:
 
     @property
     def channels(self) -> int:
-        """That go through the convolution: queries, keys and values."""
+        """The channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     @property
     def state_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
-        """Of what a sequence keeps: the states of all heads, and the last tokens' channels before the convolution."""
+        """The shapes of a sequence's state: that of all heads, and the last tokens' channels before the convolution."""
         return (self.num_value_heads, self.key_dim, self.value_dim), (self.kernel - 1, self.channels)
 
     @property
     def state_elements(self) -> int:
-        """Numbers that a sequence keeps, whatever its length."""
+        """The size of a sequence's state in numbers, whatever its length."""
         return self.value_size * self.key_dim + (self.kernel - 1) * self.channels

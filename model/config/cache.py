@@ -13,9 +13,9 @@ from triptych.model.config.attention import AttentionConfig
 from triptych.model.config.formats import NumberKind
 from triptych.model.config.stack import StackConfig
 
-SCALED_KINDS = ("int8", "float8_e4m3fn")  # that have a float32 scale for each key and each value
+SCALED_KINDS = ("int8", "float8_e4m3fn")  # with a float32 scale for each key and each value
 _FLOAT32_BYTES = 4
-NO_STATE = -1  # instead of a state's slot: to read, zeros, as before the first token; to write, nothing is kept
+NO_STATE = -1  # in place of a slot: zeros are read, as before the first token; nothing is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class PagedSpec:
     key_dim: int
     value_dim: int
     dtype: str
-    window: int | None = None  # tokens that a query reads, its own and those before it; None: all
+    window: int | None = None  # tokens that a query reads, its own and earlier ones; None: all
 
     @property
     def elements(self) -> int:
-        """Numbers of one token, without scales."""
+        """The numbers of one token, without scales."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
@@ -40,7 +40,7 @@ class PagedSpec:
 
 
 def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
-    """The pages of each layer of a decoder that makes keys and values, by its index; its cross attention keeps as much
+    """Return the pages of each decoder layer that computes keys and values, by its index. Cross attention keeps as much
     for each position of a source."""
     return {
         index: PagedSpec(mixer.num_kv_heads, mixer.head_dim, mixer.head_dim, dtype, mixer.window)
@@ -50,34 +50,34 @@ def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
 
 
 def state_bytes(decoder: StackConfig | None) -> int:
-    """Bytes of the float32 states of all recurrent layers, of one sequence; 0 where there are none."""
+    """Return the bytes of one sequence's float32 states in all recurrent layers; 0 without any."""
     recurrences = decoder.recurrences.values() if decoder is not None else ()
     return _FLOAT32_BYTES * sum(one.state_elements for one in recurrences)
 
 
 def cached_elements(decoder: StackConfig | None, context: int = 1) -> int:
-    """Numbers that a sequence of `context` tokens keeps of its self attention, over all layers; 0 without a decoder."""
+    """Return how many numbers a sequence of `context` tokens has in the KV cache, over all layers."""
     specs = paged_specs(decoder, "float32") if decoder is not None else {}
     return sum(spec.elements * min(context, spec.window or context) for spec in specs.values())
 
 
 class PoolSize(NamedTuple):
-    """How many blocks sequences can have of a pool."""
+    """The size of a pool of blocks."""
 
     num_blocks: int
-    window: int | None = None  # of the layers that it belongs to
+    window: int | None = None  # of its layers
 
     @property
     def num_pages(self) -> int:
-        """The number of blocks; a windowed pool has one more, of zeros, for what has left the window."""
+        """The number of blocks; a windowed pool has one more, of zeros, for blocks that have left the window."""
         return self.num_blocks + (self.window is not None)
 
 
 class StateSize(NamedTuple):
-    """How many slots there are for the states of recurrent layers: a running sequence reads one and writes another."""
+    """The slots for states of recurrent layers; a running sequence reads one and writes another."""
 
-    num_sequences: int  # that can run at a time
-    num_snapshots: int  # more, for states that others may go on from
+    num_sequences: int  # that run at a time
+    num_snapshots: int  # further slots, for states that other sequences may start from
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +86,7 @@ class StateSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The layers that read equally far back: a sequence has one table of blocks for all of them."""
+    """The layers with the same window, for which a sequence has one table of blocks."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -94,7 +94,7 @@ class PoolSpec:
 
 
 def pools_of(layers: Mapping[int, PagedSpec]) -> tuple[PoolSpec, ...]:
-    """One pool for each window: first that of the layers that read everything, then the largest window first."""
+    """Return a pool for each window: first that without a window, then the largest window first."""
     return tuple(
         PoolSpec(
             window,
@@ -106,7 +106,7 @@ def pools_of(layers: Mapping[int, PagedSpec]) -> tuple[PoolSpec, ...]:
 
 
 def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
-    """The index of each layer's pool, also of steps without a cache. That of a recurrent layer, which has none, is 0.
+    """Return the index of each layer's pool, also for steps without a cache; 0 for a recurrent layer, which has none.
 
     An encoder has no cache; the layers of a tower that see windows of a picture have a second pool's segments.
     """
@@ -118,5 +118,5 @@ def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
 
 
 def _windows(found: Iterable[int | None]) -> list[int | None]:
-    """The different ones, that which reads furthest back first."""
+    """Return the distinct windows, that which reads furthest back first."""
     return sorted(set(found), key=lambda window: -(window or 1 << 62))

@@ -56,8 +56,8 @@ class MLPConfig:
     down_bias: bool | None = None  # of the last projection; None: as `bias` (GTE: it alone has one)
     clamp: GateClamp | None = None  # of a gated SiLU
     xielu: bool = False  # the activation is xIELU, which has learned numbers (Huang & Schlag 2024; Apertus)
-    block: int = 1  # columns that ranks do not part: as many of the stored weights share a scale
-    bounded: bool = False  # as of `AttentionConfig`
+    block: int = 1  # columns that stay on one rank together, because their stored weights share a scale
+    bounded: bool = False  # as `AttentionConfig.bounded`
 
     def __post_init__(self) -> None:
         require_positive(intermediate_size=self.intermediate_size)
@@ -69,17 +69,17 @@ class MLPConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceConfig:
-    """How a router chooses experts where the largest logits alone do not decide (DeepSeek-AI 2024: DeepSeek-V3).
+    """How a router chooses experts by scores, biases and groups (DeepSeek-AI 2024: DeepSeek-V3).
 
-    Scores are the sigmoid of each logit, or the softmax of all. A learned bias of each expert is added to its score for
-    the choice alone. Experts are in groups, and a token chooses within the groups whose two best experts are the best.
+    Scores are the sigmoid of each logit, or the softmax of all. An expert's learned bias is added to its score for the
+    choice only. Experts are in groups; a token chooses within the groups with the best sums of their two best experts.
     """
 
     sigmoid: bool = True
     groups: int = 1
     groups_per_token: int = 1
-    factor: float = 1.0  # of the chosen scores in the end
-    least: float = 1e-20  # what renormalised scores are divided by at least
+    factor: float = 1.0  # multiplies the chosen scores last
+    least: float = 1e-20  # lower bound on the divisor of renormalised scores
 
     def __post_init__(self) -> None:
         require_positive(groups=self.groups, groups_per_token=self.groups_per_token, least=self.least)
@@ -101,17 +101,17 @@ class ExpertsConfig:
     mlp: MLPConfig  # each of them
     renormalised: bool
     router_bias: bool = False
-    shared: MLPConfig | None = None  # one more, for every token
-    shared_gate: bool = False  # which is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
-    # Both sides have norms of their own before and after them; the router has a norm and a scale (Gemma 4).
+    shared: MLPConfig | None = None  # an expert for all tokens
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
+    # Experts and shared expert each have norms before and after them; the router has a norm and a scale (Gemma 4).
     own_norms: NormConfig | None = None
     router_scale: float = 1.0
-    expert_scales: bool = False  # what an expert counts is multiplied by a learned number of it (Gemma 4)
+    expert_scales: bool = False  # an expert's weight is multiplied by a learned number (Gemma 4)
     choice: ChoiceConfig | None = None  # None: the largest logits, and their softmax
-    # SparseMixer's tolerance (Liu et al. 2024): an expert's score is its softmax over the logits that are left and at
-    # most twice this share below it. None: scores are not found so.
+    # SparseMixer's tolerance (Liu et al. 2024): an expert's score is its softmax over the remaining logits that are at
+    # most twice this share below its own. None: not SparseMixer.
     mixer_tolerance: float | None = None
-    held: tuple[int, int] | None = None  # the first and the end of the experts that this rank has; None: some of each
+    held: tuple[int, int] | None = None  # the range of experts that this rank has; None: it has some columns of each
 
     def __post_init__(self) -> None:
         require_positive(per_token=self.per_token)
@@ -135,7 +135,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerEmbeddingConfig:
-    """A vector of each token for each layer, which a last sublayer lets into x (Gemma 3n, Gemma 4).
+    """A vector of each token for each layer, which a last sublayer adds to x through a gate (Gemma 3n, Gemma 4).
 
     `x + norm(project(act(gate(x)) * v))` for the token's vector v, which is `(e sqrt(size) + norm(W x_0 / sqrt(d))) /
     sqrt(2)` of a row e of the layer's own part of a second token table and of the embedded token x_0, of width d.
@@ -164,27 +164,25 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer: a token mixer (attention, or a recurrence), in decoders of two stacks cross attention, then a
+    """One layer: a token mixer (attention or a recurrence), cross attention in decoders with an encoder, then a
     feed-forward.
 
-    Each is a sublayer with a residual sum and `Norms` of its own. Of a `parallel` layer both sublayers read the same x:
+    Each is a sublayer with a residual sum and its own `Norms`. In a `parallel` layer both sublayers read the same x:
     `x + output(mixer(pre(x))) + output(feed_forward(pre(x)))` (GPT-NeoX); with `one_norm` they read the same norm of
     it, the mixer's (GPT-J).
     """
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed_forward: MLPConfig | ExpertsConfig
-    norms: tuple[Norms, ...]  # one a sublayer, in their order
+    norms: tuple[Norms, ...]  # one for each sublayer, in order
     cross: AttentionConfig | None = None
     parallel: bool = False
     one_norm: bool = False  # of a parallel layer
-    normed_residual: bool = (
-        False  # x = pre(x) + sublayer(pre(x)): what a sublayer gives is added to what it read (BLOOM)
-    )
-    residual_scale: float = 1.0  # of what each sublayer adds to x (Granite)
-    channel_scales: bool = False  # of the same, a learned number for each channel (LayerScale, Touvron et al. 2021)
+    normed_residual: bool = False  # x = pre(x) + sublayer(pre(x)): a sublayer's output is added to its input (BLOOM)
+    residual_scale: float = 1.0  # multiplies the output of each sublayer (Granite)
+    channel_scales: bool = False  # so does a learned number for each channel (LayerScale, Touvron et al. 2021)
     embedding: LayerEmbeddingConfig | None = None  # a vector of each token for this layer
-    scaled: bool = False  # x is multiplied by a learned number in the end (Gemma 4)
+    scaled: bool = False  # the layer's output is multiplied by a learned number (Gemma 4)
     shares_weights_with: int | None = None  # the earlier layer that has this one's weights (ALBERT); None: its own
 
     def __post_init__(self) -> None:
@@ -216,6 +214,6 @@ class LayerConfig:
 
     @property
     def mlp(self) -> MLPConfig:
-        """Its feed-forward, of a layer without experts."""
+        """The feed-forward of a layer that is known to have no experts."""
         assert isinstance(self.feed_forward, MLPConfig)
         return self.feed_forward

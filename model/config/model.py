@@ -71,10 +71,10 @@ class ImageConfig:
     channels: int = 3
     distilled: bool = False  # there is a token of distillation (DeiT)
     registers: int = 0
-    # Patches a side that positions are stored of, and stretched from to those of `size`; None: of as many (ViT).
+    # Patches along a side that have stored positions, which are stretched to those of `size`; None: as many (ViT).
     grid: int | None = None
     antialias: bool = False  # of the stretching, which is bicubic, of images of any proportions bilinear
-    # Patches of an image at most, which has its own proportions; the table's are then `size` (NaFlex, SigLIP 2).
+    # The most patches of an image of any proportions (NaFlex, SigLIP 2); None: images are square, of `size`.
     most_patches: int | None = None
     class_token: bool = True  # False: there are only patches (SigLIP)
     bias: bool = True  # of the projection of patches
@@ -91,7 +91,7 @@ class ImageConfig:
 
     @property
     def side(self) -> int:
-        """Patches a side."""
+        """The number of patches along a side."""
         return self.size // self.patch
 
     @property
@@ -109,7 +109,7 @@ class ImageConfig:
 
     @property
     def pixel_bytes(self) -> int:
-        """Of one image with 8 bits a channel, at most."""
+        """The most bytes of an image, with 8 bits a channel."""
         return self.channels * (self.size**2 if self.most_patches is None else self.most_patches * self.patch**2)
 
 
@@ -255,7 +255,7 @@ class ClassifierConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """What a checkpoint demands of every generation; the comments have generation_config.json's names."""
+    """The rules of a checkpoint for all outputs; the comments have their names in generation_config.json."""
 
     forced_first: int | None = None  # forced_bos_token_id: right after the decoder's start token alone
     forced_last: int | None = None  # forced_eos_token_id: as the last token that the length allows
@@ -272,9 +272,9 @@ class GenerationRules:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model of one to two stacks; which of them exist is its form.
+    """One model with an encoder, a decoder or both, which determines its form.
 
-    With `vision` it has one more, which reads images. Without, `image` is what the encoder reads in place of tokens.
+    With `vision` it has another stack, which reads images. Without it, an encoder with `image` reads those, not tokens.
     """
 
     model_type: str
@@ -286,14 +286,14 @@ class ModelConfig:
     head: HeadConfig | None = None
     pooler: bool = False  # tanh(W x_0) over the first token (BERT)
     classifier: ClassifierConfig | None = None
-    masked_head: MaskedHeadConfig | None = None  # what a masked token was
+    masked_head: MaskedHeadConfig | None = None  # predicts masked tokens
     adapters: AdapterConfig | None = None
     image: ImageConfig | None = None
     vision: StackConfig | None = None
     joint: JointConfig | None = None
-    pictures: PicturesConfig | None = None  # which a decoder reads in its prompts
+    pictures: PicturesConfig | None = None  # the pictures that a decoder reads in its prompts
     unread_pictures: str = ""  # why a model that has a tower reads none
-    audio: AudioConfig | None = None  # likewise; its decoder has tokens
+    audio: AudioConfig | None = None  # windows of sound, which the encoder reads in place of tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -303,7 +303,7 @@ class ModelConfig:
     float16_overflows: bool = False  # activations of published weights exceed 65,504 (T5, Pegasus)
     # Projections that the checkpoint does not store as floats, by their names in the network.
     stored_as: Mapping[str, Storage] = field(default_factory=dict, hash=False)
-    # Those that the checkpoint has in the network's order of rows and columns, whatever its family's folders do (GGUF).
+    # Projections whose rows and columns the checkpoint has in the network's order already (GGUF).
     in_order: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -345,7 +345,7 @@ class ModelConfig:
 
     @property
     def source_vocab_size(self) -> int:
-        """The vocabulary of what the first stack reads, which is another than that of outputs in some Marian models."""
+        """The vocabulary of sources, which differs from that of outputs in some Marian models."""
         return (self.source_embedding or self.embedding).vocab_size
 
     @property
@@ -356,24 +356,36 @@ class ModelConfig:
 
     @property
     def source_padding(self) -> int | None:
-        """The token of a source that has no position, as it fills texts up; None: each token has one."""
+        """The padding token of sources, which has no position; None: each token has one."""
         return self.text_stack.position.padding
 
     @property
     def source_positions(self) -> int | None:
-        """The rows of every input of the encoder, where images or windows of sound are equally long; None: of texts."""
+        """The rows of an image or a window of sound, which are equally long; None for texts."""
         if self.only_images and self.image is not None:
             return self.image.num_tokens
         return self.audio.num_positions if self.audio is not None else None
 
     @property
     def only_images(self) -> bool:
-        """Whether images are all that it reads."""
+        """Whether it reads only images."""
         return self.image is not None and self.vision is None
 
     @property
+    def encoder_stack(self) -> StackConfig:
+        """The encoder of a model that is known to have one."""
+        assert self.encoder is not None
+        return self.encoder
+
+    @property
+    def decoder_stack(self) -> StackConfig:
+        """The decoder of a model that is known to have one."""
+        assert self.decoder is not None
+        return self.decoder
+
+    @property
     def text_stack(self) -> StackConfig:
-        """The first stack: what reads tokens, or in their place images or sound."""
+        """The first stack, which reads tokens, or images or sound in their place."""
         return next(iter(self.stacks.values()))
 
     @property
@@ -389,12 +401,12 @@ class ModelConfig:
 
     @property
     def classifies_tokens(self) -> bool:
-        """Whether its classifier decides for every token, not once for the input."""
+        """Whether its classifier labels each token, not the whole input."""
         return self.classifier is not None and self.classifier.per_token
 
     @property
     def longest_context(self) -> int | None:
-        """Tokens up to which it can be stretched; None: unlimited. `max_positions` is what it is without."""
+        """The longest context that its positions allow when stretched; None: unlimited."""
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
         if self.max_positions is None:
             return None
@@ -402,16 +414,16 @@ class ModelConfig:
 
     @property
     def short_context(self) -> int | None:
-        """Tokens up to which a sequence's keys are computed in another way than beyond (LongRoPE); None: there is none.
+        """The length up to which sequences have rotary frequencies of their own (LongRoPE); None: there is none.
 
-        Its length decides for all of its tokens. One that leaves the short context is computed anew.
+        The length decides for all tokens of a sequence. A sequence that leaves the short context is recomputed.
         """
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
         found = [int(one.original_max_positions) for one in rotaries if one.by_length]
         return min(found, default=None)
 
     def stretched(self, context: int) -> ModelConfig:
-        """For sequences of up to `context` tokens: a dynamic rotary base is then the one for that length."""
+        """Return the config for sequences of up to `context` tokens: dynamic rotary bases are those for this length."""
 
         def stretch(layer: LayerConfig) -> LayerConfig:
             mixer = layer.mixer

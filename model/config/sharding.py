@@ -1,11 +1,11 @@
 """Which part of every parameter a rank holds, as data (Shoeybi et al. 2019, section 3). Pure; opens no file, no torch.
 
-Matrices that make heads or MLP columns are split by rows, those that read them by columns: between the two a rank needs
-nothing of the others, and a sum over ranks ends each sublayer. How a projection is split stands in its `LinearSpec`
-(`triptych.model.linear.base`). The token table and the head are split by vocabulary. What is neither split by a spec
-nor in `_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
+Matrices that output heads or MLP columns are split by rows, those that read them by columns: in between a rank needs
+nothing from other ranks, and a sum over ranks ends each sublayer. A projection's `LinearSpec` says how it is split
+(`triptych.model.linear.base`). The token table and the head are split by vocabulary. `_SPLITS` lists the other
+parameters that are split; each rank has the rest whole (norms, positions, classifiers, biases of sums).
 
-A rank's network is the same network of a smaller configuration (`Shard.config`); only its sums are not its own
+A rank's network has a smaller configuration (`Shard.config`), and takes its sums over all ranks
 (`triptych.model.network.transformer`).
 """
 
@@ -45,7 +45,7 @@ _SPLITS: tuple[tuple[str, int, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """What a rank keeps of a parameter: `ranges` of dimension `dim`, one after the other."""
+    """The part of a parameter that a rank has: consecutive `ranges` of dimension `dim`."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -53,13 +53,13 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """One rank of `size`, and the part of the network that it has."""
 
     rank: int = 0
     size: int = 1
 
     def check(self, config: ModelConfig) -> None:
-        """Raise `ConfigError` for a model that cannot be split so."""
+        """Raise `ConfigError` for a model that cannot be split over this many ranks."""
         block = _block_of(config)
         if config.vision is not None and self.size > 1:
             raise ConfigError(
@@ -99,7 +99,7 @@ class Shard:
                 )
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The network that this rank holds."""
+        """Return the configuration of this rank's network."""
         block = _block_of(whole)
 
         def own(layer: LayerConfig) -> LayerConfig:
@@ -118,19 +118,19 @@ class Shard:
         return replace(whole, vocab_size=last - first)
 
     def shard_range(self, count: int, block: int = 1) -> Range:
-        """This rank's of `count` things, in whole blocks, as even as they come.
+        """Return this rank's range of `count` items, divided as evenly as whole blocks allow.
 
-        If there are fewer blocks than ranks several ranks hold each.
+        If there are fewer blocks than ranks, several ranks have the same block.
         """
         blocks = count // block
         first, last = self.rank * blocks // self.size, (self.rank + 1) * blocks // self.size
         return (first * block, max(last, first + 1) * block) if count else (0, 0)
 
     def held_experts(self, count: int, columns: int, block: int) -> Range | None:
-        """The experts of `count` that this rank has whole, or None if it has some columns of each.
+        """Return the range of experts that this rank has whole; None if it has some columns of each expert.
 
-        Columns are better divided: ranks have equal work whatever the routes. Experts are, if they can be, where whole
-        blocks of columns would leave a rank with a tenth more than its part.
+        Dividing columns is better: ranks have equal work whatever the routes. But if whole blocks of columns would give
+        a rank a tenth more than its part, experts are divided, if that is possible.
         """
         blocks = columns // _together(columns, block)
         most = -(-blocks // self.size) * self.size  # blocks, if all ranks had as many as the one with the most
@@ -139,7 +139,7 @@ class Shard:
         return self.shard_range(count)
 
     def shard_slice(self, config: ModelConfig, name: str) -> ShardSlice | None:
-        """Of the parameter `name`, which is no projection's; None: all of it."""
+        """Return the slice of a parameter that belongs to no projection; None: all of it."""
         found = next(((dim, things) for pattern, dim, things in _SPLITS if fnmatchcase(name, pattern)), None)
         if found is None or self.size == 1:
             return None
@@ -182,7 +182,7 @@ class Shard:
         return replace(mixer, num_key_heads=keys, num_value_heads=values)
 
     def _recurrent_ranges(self, mixer: GatedDeltaConfig, things: str) -> tuple[Range, ...]:
-        """Of value heads, or of the channels of queries, keys and values."""
+        """Return this rank's ranges of value heads, or of the channels of queries, keys and values."""
         first, last = self.shard_range(mixer.num_value_heads)
         if things == "value heads":
             return ((first, last),)
@@ -203,17 +203,17 @@ WHOLE = Shard()
 
 
 def _block_of(config: ModelConfig) -> int:
-    """How many inputs of the MLPs' last projections share a stored scale."""
+    """Return how many inputs of the MLPs' last projections share a stored scale."""
     return math.lcm(*(one.block[1] or 1 for name, one in config.stored_as.items() if name.endswith(".down")))
 
 
 def _together(columns: int, block: int) -> int:
-    """How many of an MLP's columns are not parted. With a part of a block at the end ranks part them anywhere."""
+    """Return how many of an MLP's columns must stay on one rank: a block, or 1 if the last block is not whole."""
     return block if columns % block == 0 else 1
 
 
 def local_shape(shape: Shape, shard_slice: ShardSlice | None) -> Shape:
-    """What is left of a parameter of this shape."""
+    """Return the shape of a rank's part of a parameter of this shape."""
     if shard_slice is None:
         return shape
     length = sum(stop - start for start, stop in shard_slice.ranges)
@@ -221,7 +221,7 @@ def local_shape(shape: Shape, shard_slice: ShardSlice | None) -> Shape:
 
 
 def cuts(shape: Shape, rows: Range, shard_slice: ShardSlice | None) -> Iterator[tuple[Index, Index]]:
-    """How a tensor that holds rows `[start, stop)` of a parameter fills a rank's piece of it: (from, to) indices."""
+    """Yield how a tensor with rows `[start, stop)` of a parameter fills a rank's part of it, as (from, to) indices."""
     start, stop = rows
     if shard_slice is None:
         yield (slice(0, stop - start),), (slice(start, stop),)
@@ -240,7 +240,7 @@ def cuts(shape: Shape, rows: Range, shard_slice: ShardSlice | None) -> Iterator[
 
 
 def _layer_of(config: ModelConfig, name: str) -> LayerConfig:
-    """The layer that the parameter `name` belongs to, or one of those that share it."""
+    """Return the layer of the parameter `name`, or one of those that share it."""
     stack_name, kind, index, *_ = name.split(".")
     stack = config.stacks[stack_name]
     if kind == "layers":

@@ -1,4 +1,4 @@
-"""One stack of layers as data, with what its embedding and its final norm are."""
+"""One stack of layers as data, with its embedding and its final norm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from triptych.model.errors import ConfigError
 
 
 class PositionKind(StrEnum):
-    NONE = "none"  # or of each layer (`AttentionConfig.position`)
+    NONE = "none"  # or positions of each layer (`AttentionConfig.position`)
     LEARNED = "learned"  # a table
     SINUSOIDAL = "sinusoidal"  # Vaswani et al. 2017, [sin | cos] halves
 
@@ -43,7 +43,7 @@ class PositionConfig:
     interleaved: bool = False  # sinusoidal: sine and cosine in turn, as the paper has it, not in halves
     inclusive: bool = False  # sinusoidal: wavelengths end at exactly 10000 (fairseq), not one step before
     every_layer: bool = False  # added before every layer, not only before the first
-    padding: int | None = None  # a token that has none: it gets the row before the first, and does not count (RoBERTa)
+    padding: int | None = None  # a token that gets the row before the first, and is not counted (RoBERTa)
 
     def __post_init__(self) -> None:
         if self.kind is PositionKind.LEARNED:
@@ -57,7 +57,7 @@ class ConvolutionConfig:
     `x_1 = norm(layer(x_0) + act(conv(x_0)))`, with zeros beyond both ends of a sequence.
     """
 
-    width: int  # tokens that an output sees, itself in the middle
+    width: int  # tokens that an output reads; the middle one is its own
     activation: Activation
     eps: float  # of its LayerNorm
 
@@ -69,7 +69,7 @@ class ConvolutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """One stack: its layers, and what comes before and after them."""
+    """One stack: its layers, its embedding, and its final norm."""
 
     layers: tuple[LayerConfig, ...]  # equal ones are one object
     hidden_size: int
@@ -77,13 +77,13 @@ class StackConfig:
     position: PositionConfig = field(default_factory=PositionConfig)
     embed_norm: NormConfig | None = None  # over the sum of token, position and segment embeddings
     final_norm: NormConfig | None = None
-    token_types: int = 0  # segments that are told apart (BERT 2)
-    tasks: int = 0  # vectors of tasks in the checkpoint; the first is added to every token (ERNIE)
+    token_types: int = 0  # number of segments (BERT: 2)
+    tasks: int = 0  # stored vectors of tasks; the first is added to every token (ERNIE)
     embed_norm_last: bool = False  # after the projection of narrower embeddings, not before it
     project_bias: bool = True  # of that projection
-    project_equal: bool = False  # also where embeddings have the width of the stack (ALBERT)
+    project_equal: bool = False  # even if embeddings have the width of the stack (ALBERT)
     positions_last: bool = False  # added after the norm and the projection of embeddings, not before (OPT-350M)
-    output_size: int | None = None  # hidden states are projected to this width in the end, without a bias (OPT-350M)
+    output_size: int | None = None  # the width of a last projection without bias (OPT-350M); None: there is none
     relative_norm: NormConfig | None = None  # over the table of relative positions (DeBERTa-v2)
     convolution: ConvolutionConfig | None = None
 
@@ -148,12 +148,12 @@ class StackConfig:
 
     @property
     def layer_embedding(self) -> LayerEmbeddingConfig | None:
-        """What every layer has of vectors of tokens."""
+        """The `LayerEmbeddingConfig` of all layers, if they have one."""
         return self.layers[0].embedding if self.layers else None
 
     @property
     def output_width(self) -> int:
-        """The width of the hidden states that come out."""
+        """The width of the final hidden states."""
         return self.output_size or self.hidden_size
 
     @property
@@ -163,7 +163,7 @@ class StackConfig:
 
     @property
     def weights_of(self) -> tuple[int, ...]:
-        """For each layer which of the `distinct_layers` has its weights."""
+        """For each layer, the index in `distinct_layers` of the layer with its weights."""
         owners = [index for index, layer in enumerate(self.layers) if layer.shares_weights_with is None]
         places = {owner: place for place, owner in enumerate(owners)}
         shared = (layer.shares_weights_with for layer in self.layers)
@@ -186,7 +186,7 @@ class StackConfig:
 
     @property
     def has_xlnet_layers(self) -> bool:
-        """Whether segments are told apart by scores, not by an embedding."""
+        """Whether segments change scores, and have no embedding."""
         return any(isinstance(attention.position, XLNetRelativeConfig) for attention in self.attentions)
 
     @property
@@ -197,23 +197,23 @@ class StackConfig:
 
     @property
     def shared_bias(self) -> LayerConfig | None:
-        """A layer that shares a table of bucketed biases with the others of the stack."""
+        """One of the layers that share a table of bucketed biases, if there are any."""
         return next((layer for layer in self.layers if _has_shared_bias(layer)), None)
 
     @property
     def rotaries(self) -> tuple[RotaryConfig, ...]:
-        """The rotary positions of the layers, each once."""
+        """The distinct rotary positions of the layers."""
         found = (attention.position for attention in self.attentions)
         return tuple(dict.fromkeys(position for position in found if isinstance(position, RotaryConfig)))
 
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> StackConfig:
-        """The stack with every layer changed; what was one object stays one."""
+        """Return the stack with every layer changed; layers that are one object stay one."""
         changed = {id(layer): change(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
         return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
 
 
 def _read(attention: AttentionConfig) -> tuple[object, ...]:
-    """What layers with the same keys agree on."""
+    """Return what layers that share keys must have in common."""
     return attention.kv_shape, attention.window, attention.position
 
 

@@ -128,9 +128,8 @@ def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(pad_token_id=1, scale_embedding=True, activation_function="relu")
     padding = raw["pad_token_id"]
     model = config(raw, names, offset=padding + 1, inclusive=True, pre_norm=True, head_bias=False)
-    assert model.encoder is not None
-    position = replace(model.encoder.position, padding=padding)
-    return replace(model, encoder=replace(model.encoder, position=position))
+    position = replace(model.encoder_stack.position, padding=padding)
+    return replace(model, encoder=replace(model.encoder_stack, position=position))
 
 
 def blenderbot(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -144,8 +143,7 @@ def blenderbot_small(raw: Settings, names: Collection[str] | None) -> ModelConfi
     refuse_unless(raw, layernorm_variant="xlm", variant="xlm", do_blenderbot_90_layernorm=True, extra_layer_norm=False)
     raw = raw.otherwise(max_position_embeddings=512, decoder_start_token_id=1)
     model = config(raw, names, positions=PositionKind.LEARNED, embed_norm=True)
-    assert model.decoder is not None
-    return replace(model, decoder=replace(model.decoder, positions_last=True))
+    return replace(model, decoder=replace(model.decoder_stack, positions_last=True))
 
 
 def mvp(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -65,21 +65,20 @@ def config(raw: Settings, names: Collection[str] | None, *, pooler: str = NAMES.
 def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build RoBERTa, whose position table also has rows for the padding id and the ids before it."""
     base = config(raw.otherwise(pad_token_id=1), names)
-    assert base.encoder is not None and base.pad_token_id is not None
+    assert base.pad_token_id is not None
     offset = base.pad_token_id + 1
     longest = raw["max_position_embeddings"] - offset
-    position = replace(base.encoder.position, max_positions=longest, offset=offset, padding=base.pad_token_id)
+    position = replace(base.encoder_stack.position, max_positions=longest, offset=offset, padding=base.pad_token_id)
     head = base.masked_head and replace(base.masked_head, activation=Activation.GELU)
-    encoder = replace(base.encoder, position=position)
+    encoder = replace(base.encoder_stack, position=position)
     return replace(base, encoder=encoder, max_positions=longest, masked_head=head)
 
 
 def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build XLM-RoBERTa-XL: pre-norm, a last norm, and none after the embeddings."""
     base = roberta(raw.otherwise(layer_norm_eps=1e-5, type_vocab_size=1), names)
-    assert base.encoder is not None
-    norm = base.encoder.embed_norm
-    encoder = base.encoder.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
+    norm = base.encoder_stack.embed_norm
+    encoder = base.encoder_stack.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
     return replace(base, encoder=replace(encoder, embed_norm=None, final_norm=norm))
 
 

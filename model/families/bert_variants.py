@@ -33,9 +33,8 @@ _TASKS = "embeddings.task_type_embeddings.weight"
 
 def _pre_norm(base: ModelConfig, *, embed_norm: bool) -> ModelConfig:
     """Return BERT with norms before its sublayers, and a last one."""
-    assert base.encoder is not None
-    norm = base.encoder.embed_norm
-    encoder = base.encoder.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
+    norm = base.encoder_stack.embed_norm
+    encoder = base.encoder_stack.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
     return replace(base, encoder=replace(encoder, embed_norm=norm if embed_norm else None, final_norm=norm))
 
 
@@ -51,8 +50,7 @@ def rembert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(tie_word_embeddings=False)
     base, wide = bert.config(raw, names), raw.get("output_embedding_size", 1664)
     head = base.masked_head and replace(base.masked_head, size=wide)
-    assert base.encoder is not None
-    width, encoder = raw.get("input_embedding_size", 256), replace(base.encoder, project_equal=True)
+    width, encoder = raw.get("input_embedding_size", 256), replace(base.encoder_stack, project_equal=True)
     embedding = replace(base.embedding, embedding_size=width)
     return replace(base, embedding=embedding, encoder=encoder, masked_head=head)
 
@@ -61,8 +59,7 @@ def ernie(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build ERNIE, of whose tasks a text has the first."""
     base = bert.config(raw, names)
     tasks = raw.get("task_type_vocab_size", 3)
-    assert base.encoder is not None
-    return replace(base, encoder=replace(base.encoder, tasks=tasks if raw.get("use_task_id", False) else 0))
+    return replace(base, encoder=replace(base.encoder_stack, tasks=tasks if raw.get("use_task_id", False) else 0))
 
 
 def albert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -70,8 +67,7 @@ def albert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if raw.get("num_hidden_groups", 1) != 1:
         raise ConfigError(f"num_hidden_groups = {raw['num_hidden_groups']} is not served for 'albert', only 1")
     base = bert.config(raw.otherwise(hidden_act="gelu_new"), names, pooler=_ALBERT.pooler)
-    width, encoder = raw["embedding_size"], base.encoder
-    assert encoder is not None
+    width, encoder = raw["embedding_size"], base.encoder_stack
     first = encoder.layers[0]
     layers = (first, *repeat(replace(first, shares_weights_with=0), encoder.num_layers)[1:])
     return replace(
@@ -97,9 +93,9 @@ _PAD = 1  # for the positions, whatever pad_token_id says
 def mpnet(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, relative_attention_num_buckets=32)  # `transformers` computes with 32 whatever the file says
     base = bert.roberta(raw.but(type_vocab_size=0, pad_token_id=_PAD), names)
-    assert base.encoder is not None
     buckets = BucketBiasConfig(num_buckets=32, max_distance=128)
-    encoder = base.encoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, position=buckets)))
+    stack = base.encoder_stack
+    encoder = stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, position=buckets)))
     return replace(base, encoder=encoder, pad_token_id=raw.get("pad_token_id", _PAD))
 
 
@@ -115,8 +111,8 @@ def esm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raise ConfigError(f"position_embedding_type {kind!r} is not served for 'esm'; served are absolute and rotary")
     raw = raw.otherwise(pad_token_id=1, max_position_embeddings=1026)
     base = bert.config(raw.but(position_embedding_type="absolute", type_vocab_size=0), names)
-    encoder = base.encoder
-    assert encoder is not None and base.pad_token_id is not None
+    encoder = base.encoder_stack
+    assert base.pad_token_id is not None
     norm, offset = encoder.embed_norm, base.pad_token_id + 1
     theta, dim = number(raw, "rope_theta", 10_000.0), encoder.layers[0].attention.head_dim
     turning = RotaryConfig(dim, theta) if kind == "rotary" else None  # whatever `rope_scaling` says
@@ -187,9 +183,8 @@ _REMBERT = replace(bert.NAMES, project="encoder.embedding_hidden_mapping_in")
 
 def _ernie_rules(config: ModelConfig) -> Iterator[Rule]:
     yield from bert.NAMES.rules(config)
-    assert config.encoder is not None
-    if config.encoder.tasks:
-        shape = (config.encoder.tasks, config.embedding.embedding_size)
+    if config.encoder_stack.tasks:
+        shape = (config.encoder_stack.tasks, config.embedding.embedding_size)
         yield TensorRule(_TASKS, "encoder.task", shape=shape, part=(0, 1))
 
 

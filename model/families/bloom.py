@@ -120,8 +120,7 @@ def _grouped(attention: AttentionConfig) -> Interleaved:
 
 
 def falcon_rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.decoder is not None
-    layer = config.decoder.layers[0]
+    layer = config.decoder_stack.layers[0]
     both = layer.parallel and not layer.one_norm
     return (replace(_BLOOM, norms=("ln_attn", "ln_mlp")) if both else _BLOOM).rules(config)
 

@@ -73,8 +73,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
-    encoder = base.encoder
-    assert encoder is not None and encoder.embed_norm is not None
+    encoder = base.encoder_stack
+    assert encoder.embed_norm is not None
     refuse_unless(raw, attention_head_size=encoder.layers[0].attention.head_dim)
     norms = {word.strip() for word in raw.get("norm_rel_ebd", "none").lower().split("|")}
     if norms - {"none", "layer_norm"}:
@@ -162,8 +162,7 @@ _NAMES_2 = replace(_NAMES, attention=tuple(f"attention.{part}" for part in _PART
 
 
 def _rules(config: ModelConfig, names: StoredNames) -> Iterator[Rule]:
-    encoder = config.encoder
-    assert encoder is not None
+    encoder = config.encoder_stack
     yield from names.rules(config)
     if encoder.relative_span is not None:
         yield TensorRule("encoder.rel_embeddings.weight", "encoder.relative.weight")

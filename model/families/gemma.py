@@ -44,8 +44,7 @@ def _sandwiched(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     act = raw.get("hidden_activation") or _TANH
     ignore_unless(raw, hidden_act=act)
     base = _gemma(raw, names, act)
-    assert base.decoder is not None
-    norm = base.decoder.final_norm
+    norm = base.decoder_stack.final_norm
     return with_layers(base, norms=(Norms(pre=norm, output=norm),) * 2)
 
 
@@ -53,12 +52,11 @@ def _gemma(raw: Settings, names: Collection[str] | None, act: str) -> ModelConfi
     """Build what all Gemmas have."""
     raw = raw.otherwise(max_position_embeddings=8192)
     base = llama.config(raw.but(hidden_act=act, head_dim=raw["head_dim"]), names)
-    assert base.decoder is not None and base.decoder.final_norm is not None
-    norm = replace(base.decoder.final_norm, unit_offset=True)
+    assert base.decoder_stack.final_norm is not None
+    norm = replace(base.decoder_stack.final_norm, unit_offset=True)
     base = with_layers(base, norms=(Norms(pre=norm),) * 2)
-    assert base.decoder is not None
     embedding = replace(base.embedding, scale=raw["hidden_size"] ** 0.5)
-    return replace(base, embedding=embedding, decoder=replace(base.decoder, final_norm=norm))
+    return replace(base, embedding=embedding, decoder=replace(base.decoder_stack, final_norm=norm))
 
 
 _GEMMA2_PERIOD = 2  # every second layer has full attention
@@ -82,9 +80,8 @@ def gemma3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     both_ways, window = bool(raw.get("use_bidirectional_attention", False)), raw.get("sliding_window", 4096)
     ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
     base = _sandwiched(ropes["full_attention"], names)
-    assert base.decoder is not None
-    sliding = {"position": rotary(ropes["sliding_attention"], base.decoder.layers[0].attention.head_dim)}
-    base = with_attention(base, scale=query_scale(raw), qk_norm=base.decoder.final_norm)
+    sliding = {"position": rotary(ropes["sliding_attention"], base.decoder_stack.layers[0].attention.head_dim)}
+    base = with_attention(base, scale=query_scale(raw), qk_norm=base.decoder_stack.final_norm)
     window = window // 2 + 1 if both_ways else window
     raw.get("_sliding_window_pattern")  # what `layer_types` were made of
     period = raw.get("sliding_window_pattern", _GEMMA3_PERIOD)

@@ -176,17 +176,16 @@ def _doubled(layer: LayerConfig) -> MLPConfig | ExpertsConfig:
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.decoder is not None
     norms = gemma.SANDWICH_NORMS
     if config.has_experts:
         norms = {stored: norm for stored, norm in norms.items() if stored not in _TWO_SIDES} | _TWO_SIDES
     yield from llama.rules(config, norms=norms, experts=_EXPERTS)
-    if config.decoder.layer_embedding is not None:
+    if config.decoder_stack.layer_embedding is not None:
         there = "decoder.layer_embeddings"
         yield TensorRule("embed_tokens_per_layer.weight", f"{there}.tokens.weight")
         yield LinearRule("per_layer_model_projection", f"{there}.project", bias=False)
         yield TensorRule("per_layer_projection_norm.weight", f"{there}.norm.weight")
-    for index, layer in enumerate(config.decoder.layers):
+    for index, layer in enumerate(config.decoder_stack.layers):
         yield from _extra_rules(layer, f"layers.{index}", f"decoder.layers.{index}")
 
 
@@ -204,8 +203,7 @@ def _extra_rules(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
 
 def unused(config: ModelConfig) -> Iterator[str]:
     """Yield the names of keys and values of layers that read others'."""
-    assert config.decoder is not None
-    for index, attention in enumerate(config.decoder.attentions):
+    for index, attention in enumerate(config.decoder_stack.attentions):
         if attention.keys_of is not None:
             yield from (f"layers.{index}.self_attn.{part}.*" for part in ("k_proj", "v_proj", "k_norm"))
 

@@ -58,13 +58,12 @@ def config(raw: Settings, text: ModelConfig) -> ModelConfig:
     vision.get("max_position_embeddings")
     ignore_unless(vision, attention_bias=False)
     vision.refuse_unread()
-    assert text.decoder is not None
     token, layer_token = raw["image_token_id"], own.get("pad_token_id", _PAD)
     if type(token) is not int or type(layer_token) is not int:
         raise ConfigError(
             f"image_token_id and pad_token_id must be tokens, found {shown(token)} and {shown(layer_token)}"
         )
-    if text.decoder.layer_embedding is None:
+    if text.decoder_stack.layer_embedding is None:
         layer_token = None
     pictures = PicturesConfig(token, patches, tower, merger, seen, in_windows=seen, layer_token=layer_token)
     return replace(text, pictures=pictures)

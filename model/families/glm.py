@@ -32,8 +32,7 @@ def glm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def glm4(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = glm(raw, names)
-    assert base.decoder is not None
-    norm = base.decoder.final_norm
+    norm = base.decoder_stack.final_norm
     return with_layers(base, norms=(Norms(pre=norm, output=norm),) * 2)
 
 
@@ -43,8 +42,7 @@ def ernie4_5(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         max_position_embeddings=131_072,
     )
     base, bias = llama.config(raw, names), bool(raw.get("use_bias", False))
-    assert base.decoder is not None
-    base = with_layers(base, feed_forward=replace(base.decoder.layers[0].mlp, bias=bias))
+    base = with_layers(base, feed_forward=replace(base.decoder_stack.layers[0].mlp, bias=bias))
     return turning_neighbours(with_attention(base, qkv_bias=bias, out_bias=bias))
 
 
@@ -58,9 +56,8 @@ def helium(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def rules(config: ModelConfig, norms: Mapping[str, str] = _NORMS) -> Iterator[Rule]:
     """Yield the rules of GLM-4, whose gate and up are one matrix."""
-    assert config.decoder is not None
     yield from llama.NAMES.outside(config)
-    for i, layer in enumerate(config.decoder.layers):
+    for i, layer in enumerate(config.decoder_stack.layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield from llama.attention_rules(layer.attention, here, there)
         yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)

@@ -104,13 +104,12 @@ def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Ministral, whose layers are listed: with a window, or without."""
     raw = raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=8)
     base, window = config(raw, names), raw.get("sliding_window", 4096)
-    assert base.decoder is not None
-    layer, count = base.decoder.layers[0], base.decoder.num_layers
+    layer, count = base.decoder_stack.layers[0], base.decoder_stack.num_layers
     sliding = replace(layer, mixer=replace(layer.attention, window=window))
     layers = {"sliding_attention": sliding, "full_attention": layer}
     if window is None and raw.get("layer_types") is None:
         return base
-    return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, count + 1)))
+    return replace(base, decoder=replace(base.decoder_stack, layers=layers_by_type(raw, layers, count, count + 1)))
 
 
 def qwen2(
@@ -123,15 +122,13 @@ def qwen2(
 
 def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names)
-    assert base.decoder is not None
-    return _windowed(raw, with_attention(base, qk_norm=base.decoder.final_norm), operator.ge)
+    return _windowed(raw, with_attention(base, qk_norm=base.decoder_stack.final_norm), operator.ge)
 
 
 def _windowed(raw: Settings, base: ModelConfig, slides: Callable[[int, int], bool]) -> ModelConfig:
     """Return a Qwen with windows in the layers that `layer_types` or `slides` tells; they are off by default."""
-    assert base.decoder is not None
     limit, window, kinds = raw.get("max_window_layers", 28), raw.get("sliding_window", 4096), raw.get("layer_types")
-    layer, count = base.decoder.layers[0], base.decoder.num_layers
+    layer, count = base.decoder_stack.layers[0], base.decoder_stack.num_layers
     layers = {"full_attention": layer}
     if raw.get("use_sliding_window", False) and window is not None:
         layers["sliding_attention"] = replace(layer, mixer=replace(layer.attention, window=window))
@@ -139,7 +136,7 @@ def _windowed(raw: Settings, base: ModelConfig, slides: Callable[[int, int], boo
         raw = raw.but(layer_types=kinds or chosen)
     elif "sliding_attention" in (kinds or ()):
         raise ConfigError("sliding_attention in layer_types needs use_sliding_window = true and a sliding_window")
-    return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, period=1)))
+    return replace(base, decoder=replace(base.decoder_stack, layers=layers_by_type(raw, layers, count, period=1)))
 
 
 def qwen2_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -172,9 +169,8 @@ def rules(
     config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS, experts: ExpertNames | None = None
 ) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
-    assert config.decoder is not None
     yield from NAMES.outside(config)
-    for i, layer in enumerate(config.decoder.layers):
+    for i, layer in enumerate(config.decoder_stack.layers):
         yield from attention_rules(layer.attention, f"layers.{i}", f"decoder.layers.{i}")
         yield from rest(config, i, norms, experts)
 
@@ -192,11 +188,10 @@ def rest(
     config: ModelConfig, index: int, norms: Mapping[str, str] = _PRE_NORMS, experts: ExpertNames | None = None
 ) -> Iterator[Rule]:
     """Yield the rules of a layer's feed-forward and its norms."""
-    assert config.decoder is not None
-    mlp, here, there = config.decoder.layers[index].feed_forward, f"layers.{index}", f"decoder.layers.{index}"
+    mlp, here, there = config.decoder_stack.layers[index].feed_forward, f"layers.{index}", f"decoder.layers.{index}"
     if isinstance(mlp, ExpertsConfig):
         assert experts is not None
-        yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")
+        yield from experts.rules(mlp, config.decoder_stack.hidden_size, here, f"{there}.mlp")
     else:
         parts = ("gate_proj", "up_proj") if mlp.gated else ("up_proj",)
         sources = {f"{here}.mlp.{part}": mlp.intermediate_size for part in parts}
@@ -206,15 +201,10 @@ def rest(
 
 
 def _norms(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
-    assert config.decoder is not None and config.decoder.final_norm is not None
-    for stored, norm in norms.items() if config.decoder.final_norm.gain else ():
-        yield from affine(f"{here}.{stored}", f"{there}.{norm}", bias=_shifts(config))
-
-
-def _shifts(config: ModelConfig) -> bool:
-    """Whether the norms, which are all of one kind, have a bias."""
-    norm = config.decoder.final_norm if config.decoder is not None else None
-    return norm is not None and norm.kind is NormKind.LAYER and norm.bias
+    kind = config.decoder_stack.final_norm  # of all norms
+    assert kind is not None
+    for stored, norm in norms.items() if kind.gain else ():
+        yield from affine(f"{here}.{stored}", f"{there}.{norm}", bias=kind.kind is NormKind.LAYER and kind.bias)
 
 
 # A head is of no use to an embedder or a classifier.

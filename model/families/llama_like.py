@@ -67,9 +67,8 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
         raw = raw.but(rope_parameters=None, rope_scaling=None, rope_theta=theta * alpha ** (dim / (dim - 2)))
     base = llama.config(raw, names)
-    assert base.decoder is not None
     _read_own_code(raw, base)
-    return with_attention(base, qk_norm=base.decoder.final_norm, turns_first=True)
+    return with_attention(base, qk_norm=base.decoder_stack.final_norm, turns_first=True)
 
 
 # What the code in published folders of HunYuan reads beyond the reference's class, by the value that is computed.
@@ -88,8 +87,7 @@ _OWN_CODE_UNUSED = (
 
 
 def _read_own_code(raw: Settings, base: ModelConfig) -> None:
-    assert base.decoder is not None
-    layer = base.decoder.layers[0]
+    layer = base.decoder_stack.layers[0]
     served = {**_OWN_CODE, "use_mixed_mlp_moe": raw["model_type"] == "hunyuan_v1_moe"}
     served |= {"org_vocab_size": raw["vocab_size"], "attention_head_dim": layer.attention.head_dim}
     served["moe_intermediate_size"] = layer.mlp.intermediate_size
@@ -105,8 +103,7 @@ def _read_own_code(raw: Settings, base: ModelConfig) -> None:
 def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build HunYuan with experts, which are as wide as the one of all tokens."""
     base, count = hunyuan(raw, names), raw["num_hidden_layers"]
-    assert base.decoder is not None
-    mlp, chosen, experts = base.decoder.layers[0].mlp, raw.get("moe_topk", 1), raw.get("num_experts", 1)
+    mlp, chosen, experts = base.decoder_stack.layers[0].mlp, raw.get("moe_topk", 1), raw.get("num_experts", 1)
     each = chosen if isinstance(chosen, list) else [chosen] * count
     if len(each) != count or not all(type(one) is int for one in each) or type(experts) is not int or experts < 2:
         raise ConfigError(
@@ -114,8 +111,9 @@ def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
             f"whole number from 2 on, found {shown(chosen)} and {shown(experts)}"
         )
     kinds = {one: ExpertsConfig(experts, one, mlp, renormalised=True, shared=mlp) for one in set(each)}
-    layers = (replace(layer, feed_forward=kinds[one]) for layer, one in zip(base.decoder.layers, each, strict=True))
-    return replace(base, decoder=replace(base.decoder, layers=tuple(layers)))
+    stack = base.decoder_stack
+    layers = (replace(layer, feed_forward=kinds[one]) for layer, one in zip(stack.layers, each, strict=True))
+    return replace(base, decoder=replace(stack, layers=tuple(layers)))
 
 
 def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -123,9 +121,8 @@ def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = with_default_rope(raw, _APERTUS_ROPE)
     raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5, rope_theta=12e6)
     base = llama.config(raw.but(hidden_act="silu"), names)
-    assert base.decoder is not None
     mlp = MLPConfig(raw["intermediate_size"], Activation.IDENTITY, bias=False, xielu=True)
-    return with_attention(with_layers(base, feed_forward=mlp), qk_norm=base.decoder.final_norm)
+    return with_attention(with_layers(base, feed_forward=mlp), qk_norm=base.decoder_stack.final_norm)
 
 
 def apertus_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -133,11 +130,10 @@ def apertus_rules(config: ModelConfig) -> Iterator[Rule]:
 
     Its `beta` is called a bias by then, as those of old norms are.
     """
-    assert config.decoder is not None
     norms = {"attention_layernorm": "attn_norms.pre", "feedforward_layernorm": "mlp_norms.pre"}
     yield from llama.rules(config, norms=norms)
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "bias": (), "eps": ()}
-    for i in range(config.decoder.num_layers):
+    for i in range(config.decoder_stack.num_layers):
         for place, (name, shape) in enumerate(shapes.items()):
             target = f"decoder.layers.{i}.mlp.xielu"
             yield TensorRule(f"layers.{i}.mlp.act_fn.{name}", target, (place, place + 1), shape=shape)
@@ -149,8 +145,7 @@ _APERTUS_ROPE |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 
 def _ungated(base: ModelConfig) -> ModelConfig:
     """Return the model with one projection up in every layer."""
-    assert base.decoder is not None
-    return with_layers(base, feed_forward=replace(base.decoder.layers[0].mlp, gated=False))
+    return with_layers(base, feed_forward=replace(base.decoder_stack.layers[0].mlp, gated=False))
 
 
 _HUNYUAN_NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
@@ -166,9 +161,8 @@ def granite(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def granite_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = granite(raw, names)
-    assert base.decoder is not None
     count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
-    mlp = base.decoder.layers[0].mlp
+    mlp = base.decoder_stack.layers[0].mlp
     width = raw["shared_intermediate_size"] if switched_on(raw, "shared_intermediate_size") else 0
     shared = replace(mlp, intermediate_size=width) if width else None
     return with_experts(base, ExpertsConfig(count, per_token, mlp, renormalised=True, shared=shared))
@@ -190,8 +184,7 @@ def smollm3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(num_key_value_heads=4, max_position_embeddings=32_768, rope_theta=2_000_000.0)
     raw.get("max_window_layers")  # of Qwen
     base = llama.config(raw, names)
-    assert base.decoder is not None
-    count, plain = base.decoder.num_layers, base.decoder.layers[0]
+    count, plain = base.decoder_stack.num_layers, base.decoder_stack.layers[0]
     interval, window = raw.get("no_rope_layer_interval", 4), raw.get("sliding_window")
     turns = raw.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(count)]
     slides = raw.get("use_sliding_window", False) and window is not None
@@ -208,7 +201,7 @@ def smollm3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         return found[turn, sliding]
 
     layers = tuple(layer(bool(turn), kind == _KINDS[1]) for turn, kind in zip(turns, kinds, strict=False))
-    return replace(base, decoder=replace(base.decoder, layers=layers))
+    return replace(base, decoder=replace(base.decoder_stack, layers=layers))
 
 
 def stablelm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -225,11 +218,10 @@ def stablelm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def stablelm_rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.decoder is not None
-    one_norm = config.decoder.layers[0].one_norm
+    one_norm = config.decoder_stack.layers[0].one_norm
     norms = {"input_layernorm": "attn_norms.pre"} | ({} if one_norm else {"post_attention_layernorm": "mlp_norms.pre"})
     yield from llama.rules(with_attention(config, qk_norm=None), norms=norms)
-    for i, layer in enumerate(config.decoder.layers):
+    for i, layer in enumerate(config.decoder_stack.layers):
         attention = layer.attention
         for side, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)) if attention.qk_norm else ():
             for head in range(heads):
@@ -279,7 +271,6 @@ def cohere2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raw.get(unused)  # of training; the same as the pattern
     refuse_unless(raw, position_embedding_type="rope_gptj", order_of_interleaved_layers="local_attn_first")
     base = _parallel(raw.otherwise(max_position_embeddings=8192), names, qk_norm=False)
-    assert base.decoder is not None
     raw.get("_sliding_window_pattern")  # what `layer_types` were made of
     period = raw.get("sliding_window_pattern", _PERIOD)
     return with_windows(base, raw, raw.get("sliding_window", 4096), period, full={"position": None})

@@ -31,9 +31,8 @@ NAMES = ExpertNames(f"{_MOE}.gate", f"{_MOE}.experts", ("w1", "w3", "w2"))
 def mixtral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
     base = with_attention(llama.config(raw, names), window=raw.get("sliding_window"))
-    assert base.decoder is not None
     count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
-    return with_experts(base, ExpertsConfig(count, per_token, base.decoder.layers[0].mlp, renormalised=True))
+    return with_experts(base, ExpertsConfig(count, per_token, base.decoder_stack.layers[0].mlp, renormalised=True))
 
 
 _CONTEXT = "original_max_position_embeddings"
@@ -52,11 +51,10 @@ def phimoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     bias = bool(raw.get("lm_head_bias", False))
     base = replace(base, head=base.head and replace(base.head, bias=bias))
     base = with_attention(base, window=raw.get("sliding_window"))
-    assert base.decoder is not None
     experts = ExpertsConfig(
         raw.get("num_local_experts", 16),
         per_token=2,
-        mlp=base.decoder.layers[0].mlp,
+        mlp=base.decoder_stack.layers[0].mlp,
         renormalised=False,
         mixer_tolerance=float(raw.get("router_jitter_noise", 0.01)),
     )
@@ -79,8 +77,7 @@ def _rotary(raw: Settings, names: Collection[str] | None, norm: NormConfig) -> M
     if rest.get(_CONTEXT) is not None:  # its class takes this one, unlike others
         raw = raw.but(**{_CONTEXT: None})
     base = llama.config(raw.but(**{key: rest}), names, norm=norm)
-    assert base.decoder is not None
-    position = base.decoder.layers[0].attention.position
+    position = base.decoder_stack.layers[0].attention.position
     assert isinstance(position, RotaryConfig)
     if not position.short_factors:
         raise ConfigError(
@@ -105,8 +102,7 @@ def gpt_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         max_position_embeddings=131_072,
     )
     base = with_attention(llama.config(raw, names), sinks=True)
-    assert base.decoder is not None
-    mlp = base.decoder.layers[0].mlp
+    mlp = base.decoder_stack.layers[0].mlp
     clamp = GateClamp(raw.get("swiglu_limit", 7.0), raw.get("swiglu_alpha", 1.702))
     count, per_token = raw.get("num_local_experts", 128), raw.get("num_experts_per_tok", 4)
     experts = ExpertsConfig(count, per_token, replace(mlp, bias=True, clamp=clamp), renormalised=True, router_bias=True)

@@ -34,8 +34,7 @@ def olmo(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def olmo2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = llama.config(raw.otherwise(rms_norm_eps=1e-5), names)
-    assert base.decoder is not None
-    norm = base.decoder.final_norm
+    norm = base.decoder_stack.final_norm
     base = with_layers(base, norms=(Norms(output=norm),) * 2)
     return with_attention(base, qk_norm=norm, qk_norm_span=NormSpan.ALL_HEADS)
 
@@ -48,37 +47,30 @@ def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     plain = raw.otherwise(rope_theta=500_000.0)
     ropes = settings_by_type(raw, {"full_attention": plain, "sliding_attention": plain.but(rope_scaling=None)})
     base = olmo2(ropes["full_attention"], names)
-    assert base.decoder is not None
-    position = rotary(ropes["sliding_attention"], base.decoder.layers[0].attention.head_dim)
+    position = rotary(ropes["sliding_attention"], base.decoder_stack.layers[0].attention.head_dim)
     return with_windows(base, raw, raw.get("sliding_window", 4096), _PERIOD, sliding={"position": position})
 
 
 def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(rms_norm_eps=1e-5, max_position_embeddings=4096)
     base = llama.config(raw, names)
-    assert base.decoder is not None
     experts = ExpertsConfig(
         raw.get("num_experts", 64),
         raw.get("num_experts_per_tok", 8),
-        base.decoder.layers[0].mlp,
+        base.decoder_stack.layers[0].mlp,
         renormalised=bool(raw.get("norm_topk_prob", False)),
     )
     base = with_attention(
-        base, qk_norm=base.decoder.final_norm, qk_norm_span=NormSpan.ALL_HEADS, clip=raw.get("clip_qkv")
+        base, qk_norm=base.decoder_stack.final_norm, qk_norm_span=NormSpan.ALL_HEADS, clip=raw.get("clip_qkv")
     )
     return with_experts(base, experts)
 
 
-_EXPERTS = ExpertNames()
-_RULES = partial(llama.rules, norms=_OUTPUT_NORMS)
-
-
 def exaone4(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = with_attention(olmo2(raw, names), qk_norm_span=NormSpan.HEAD)
-    assert base.decoder is not None
     window = raw.get("sliding_window", 4096)
     if window is None:
-        layers_by_type(raw, {"full_attention": base.decoder.layers[0]}, base.decoder.num_layers, 1)
+        layers_by_type(raw, {"full_attention": base.decoder_stack.layers[0]}, base.decoder_stack.num_layers, 1)
         raw.get("sliding_window_pattern")
         return base
     return with_windows(base, raw, window, _exaone_period(raw), full={"position": None})

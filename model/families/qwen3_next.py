@@ -26,15 +26,14 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw.get("mtp_num_hidden_layers"), raw.get("mtp_use_dedicated_embeddings")  # of layers that are dropped
     raw = raw.otherwise(head_dim=256, num_key_value_heads=4, max_position_embeddings=32_768, partial_rotary_factor=0.25)
     base = llama.config(raw, names, partial=True)
-    assert base.decoder is not None
     norm = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6), unit_offset=True)
-    full = replace(base.decoder.layers[0], norms=(Norms(pre=norm),) * 2)
+    full = replace(base.decoder_stack.layers[0], norms=(Norms(pre=norm),) * 2)
     full = replace(full, mixer=replace(full.attention, qk_norm=norm, output_gate=True))
     types = {"full_attention": full, "linear_attention": replace(full, mixer=_recurrence(raw, norm.eps))}
-    count, period = base.decoder.num_layers, raw.get("full_attention_interval", _PERIOD)
+    count, period = base.decoder_stack.num_layers, raw.get("full_attention_interval", _PERIOD)
     kinds = raw.get("layer_types") or [_kind(index, period) for index in range(count)]
     layers = layers_by_type(raw.but(layer_types=kinds), types, count, period)
-    return replace(base, decoder=replace(base.decoder, layers=layers, final_norm=norm))
+    return replace(base, decoder=replace(base.decoder_stack, layers=layers, final_norm=norm))
 
 
 def _kind(index: int, period: int) -> str:
@@ -77,9 +76,8 @@ def _sparse(raw: Settings, base: ModelConfig) -> ModelConfig:
 
 def rules(config: ModelConfig, *, by_heads: bool = False) -> Iterator[Rule]:
     """Yield the weight rules; `by_heads`: a recurrent layer's inputs are stored by key heads (Qwen3-Next)."""
-    assert config.decoder is not None
     yield from llama.NAMES.outside(config)
-    for i, layer in enumerate(config.decoder.layers):
+    for i, layer in enumerate(config.decoder_stack.layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         if isinstance(layer.mixer, AttentionConfig):
             yield from _attention(layer.mixer, f"{here}.self_attn", f"{there}.attn")

@@ -18,9 +18,8 @@ NAMES = ExpertNames()
 
 def sparse(raw: Settings, base: ModelConfig, *, shared: int | None = None) -> ModelConfig:
     """Return the model with experts in the layers that are to have them, and a gated shared one of width `shared`."""
-    assert base.decoder is not None
-    mlp, step = base.decoder.layers[0].mlp, raw.get("decoder_sparse_step", 1)
-    every = range(base.decoder.num_layers)
+    mlp, step = base.decoder_stack.layers[0].mlp, raw.get("decoder_sparse_step", 1)
+    every = range(base.decoder_stack.num_layers)
     dense = {*(raw.get("mlp_only_layers") or ()), *(index for index in every if (index + 1) % step)}
     experts = ExpertsConfig(
         raw["num_experts"],

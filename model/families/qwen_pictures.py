@@ -45,7 +45,7 @@ def qwen3(raw: Settings, text: ModelConfig) -> ModelConfig:
         deep_merger=replace(merger, norm_last=True) if deep else None,
     )
     vision.refuse_unread()
-    return replace(text, pictures=pictures, decoder=_by_coordinates(raw, text.decoder, in_turn=True))
+    return replace(text, pictures=pictures, decoder=_by_coordinates(raw, text.decoder_stack, in_turn=True))
 
 
 def qwen2_5(raw: Settings, text: ModelConfig) -> ModelConfig:
@@ -72,7 +72,7 @@ def qwen2_5(raw: Settings, text: ModelConfig) -> ModelConfig:
         window=window // patches.cell if any(one is windowed for one in layers) else None,
     )
     vision.refuse_unread()
-    return replace(text, pictures=pictures, decoder=_by_coordinates(raw, text.decoder, in_turn=False))
+    return replace(text, pictures=pictures, decoder=_by_coordinates(raw, text.decoder_stack, in_turn=False))
 
 
 def _vision(raw: Settings, text: ModelConfig) -> Settings:
@@ -80,9 +80,8 @@ def _vision(raw: Settings, text: ModelConfig) -> Settings:
     vision = raw.part("vision_config", raw.get("vision_config") or {}, f"{raw['model_type']}_vision")
     vision = vision.otherwise(**vision.class_defaults())
     width = vision["out_hidden_size"]
-    assert text.decoder is not None
-    if width != text.decoder.hidden_size:
-        found = f"{width}, and text_config.hidden_size is {text.decoder.hidden_size}"
+    if width != text.decoder_stack.hidden_size:
+        found = f"{width}, and text_config.hidden_size is {text.decoder_stack.hidden_size}"
         raise ConfigError(f"vision_config.out_hidden_size must be text_config.hidden_size; it is {found}")
     return vision
 
@@ -104,7 +103,7 @@ def _layer(vision: Settings, norm: NormConfig, mlp: MLPConfig) -> LayerConfig:
     return LayerConfig(mixer=attention, feed_forward=mlp, norms=(Norms(pre=norm),) * 2)
 
 
-def _by_coordinates(raw: Settings, decoder: StackConfig | None, *, in_turn: bool) -> StackConfig:
+def _by_coordinates(raw: Settings, decoder: StackConfig, *, in_turn: bool) -> StackConfig:
     """Let the pairs of the decoder's dimensions turn by time, row and column, in turn or one after the other."""
     text = raw.get("text_config") or raw
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -123,7 +122,6 @@ def _by_coordinates(raw: Settings, decoder: StackConfig | None, *, in_turn: bool
         position = replace(position, sections=tuple(sections), in_turn=in_turn)
         return replace(layer, mixer=replace(mixer, position=position))
 
-    assert decoder is not None
     return decoder.with_layers(turned)
 
 

@@ -197,8 +197,7 @@ _GTE = StoredNames(
 
 def _gte_rules(config: ModelConfig) -> Iterator[Rule]:
     """Yield the rules of GTE, whose matrix has the gate after what it gates."""
-    encoder = config.encoder
-    assert encoder is not None
+    encoder = config.encoder_stack
     yield from _GTE.rules(config)
     for i, layer in enumerate(encoder.layers):
         here, there, inner = f"encoder.layer.{i}.mlp", f"encoder.layers.{i}.mlp", layer.mlp.intermediate_size

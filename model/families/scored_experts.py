@@ -27,20 +27,17 @@ def glm4_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
     raw.get("num_nextn_predict_layers"), raw.get("num_mtp_layers")  # of layers that are not served
     base = with_attention(llama.config(raw, names, partial=True), out_bias=False)
-    assert base.decoder is not None
     if raw.get("use_qk_norm", False):
-        base = with_attention(base, qk_norm=base.decoder.final_norm)
+        base = with_attention(base, qk_norm=base.decoder_stack.final_norm)
     return _deepseek(raw, base)
 
 
 def dots1(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(num_key_value_heads=32)
     base = llama.config(raw, names)
-    assert base.decoder is not None
-    base = with_attention(base, qk_norm=base.decoder.final_norm)
+    base = with_attention(base, qk_norm=base.decoder_stack.final_norm)
     base = _deepseek(raw, base)
-    assert base.decoder is not None
-    count, window = base.decoder.num_layers, raw.get("sliding_window", 4096)
+    count, window = base.decoder_stack.num_layers, raw.get("sliding_window", 4096)
     full, first = "full_attention", raw.get("max_window_layers", 62)
     kinds = raw.get("layer_types") or [
         full if window is None or i < first else "sliding_attention" for i in range(count)
@@ -49,15 +46,14 @@ def dots1(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raise ConfigError(f"layer_types of a dots1 must name {count} layers of full or sliding attention")
     layers = (
         layer if kind == full else replace(layer, mixer=replace(layer.attention, window=window))
-        for layer, kind in zip(base.decoder.layers, kinds, strict=True)
+        for layer, kind in zip(base.decoder_stack.layers, kinds, strict=True)
     )
-    return replace(base, decoder=replace(base.decoder, layers=tuple(layers)))
+    return replace(base, decoder=replace(base.decoder_stack, layers=tuple(layers)))
 
 
 def _deepseek(raw: Settings, base: ModelConfig) -> ModelConfig:
     """Return the model with experts in all layers but the first ones, by DeepSeek-V3's settings."""
-    assert base.decoder is not None
-    mlp = base.decoder.layers[0].mlp
+    mlp = base.decoder_stack.layers[0].mlp
     width, shared = raw.get("moe_intermediate_size", 1408), raw.get("n_shared_experts") or 0
     choice = ChoiceConfig(
         groups=raw.get("n_group") or 1,
@@ -80,8 +76,7 @@ def ernie4_5_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(num_key_value_heads=4, head_dim=raw["hidden_size"] // raw["num_attention_heads"])
     base = glm.ernie4_5(raw, names)
     base = replace(base, head=base.head and replace(base.head, bias=bool(raw.get("use_bias", False))))
-    assert base.decoder is not None
-    mlp, width = base.decoder.layers[0].mlp, raw.get("moe_intermediate_size", 1536)
+    mlp, width = base.decoder_stack.layers[0].mlp, raw.get("moe_intermediate_size", 1536)
     shared = raw.get("moe_num_shared_experts", 2)
     experts = ExpertsConfig(
         raw.get("moe_num_experts", 64),
@@ -102,11 +97,9 @@ def minimax_m2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if raw.get("rotary_dim") is not None:
         raw = raw.otherwise(partial_rotary_factor=raw["rotary_dim"] / raw["head_dim"])
     base = llama.config(raw, names, partial=True)
-    assert base.decoder is not None
-    base = with_attention(base, qk_norm=base.decoder.final_norm, qk_norm_span=NormSpan.ALL_HEADS)
-    assert base.decoder is not None
+    base = with_attention(base, qk_norm=base.decoder_stack.final_norm, qk_norm_span=NormSpan.ALL_HEADS)
     count, per_token = raw.get("num_local_experts", 256), raw.get("num_experts_per_tok", 8)
-    mlp = base.decoder.layers[0].mlp
+    mlp = base.decoder_stack.layers[0].mlp
     return with_experts(base, ExpertsConfig(count, per_token, mlp, renormalised=True, choice=ChoiceConfig()))
 
 

@@ -45,8 +45,7 @@ def mistral3(raw: Settings, text: ModelConfig) -> ModelConfig:
     raw = raw.otherwise(**raw.class_defaults())
     vision = _vision(raw, _PIXTRAL, _OF_MISTRAL)
     patches, tower = _tower(raw, vision)
-    assert text.decoder is not None
-    norm = text.decoder.final_norm
+    norm = text.decoder_stack.final_norm
     assert norm is not None
     merger = replace(_two_products(raw, text), norm=NormConfig(NormKind.RMS, norm.eps), folds=True)
     patches = replace(patches, merge=raw["spatial_merge_size"])
@@ -131,9 +130,8 @@ def _pixtral_layer(vision: Settings, norm: NormConfig) -> LayerConfig:
 
 
 def _two_products(raw: Settings, text: ModelConfig) -> MergerConfig:
-    assert text.decoder is not None
     act = activation(raw, "projector_hidden_act", "gelu")
-    return MergerConfig(None, act, text.decoder.hidden_size, bias=raw.get("multimodal_projector_bias", True))
+    return MergerConfig(None, act, text.decoder_stack.hidden_size, bias=raw.get("multimodal_projector_bias", True))
 
 
 def _with_pictures(

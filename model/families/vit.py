@@ -61,9 +61,9 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def deit(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build DeiT; trained with a teacher, it decides by both of its learned tokens."""
     base = config(raw, names)
-    assert base.image is not None and base.encoder is not None
+    assert base.image is not None
     image = replace(base.image, distilled=True)
-    position = replace(base.encoder.position, max_positions=image.num_tokens)
+    position = replace(base.encoder_stack.position, max_positions=image.num_tokens)
     labels = base.classifier
     if ((raw.get("architectures") or [""])[0] or "").endswith("ForImageClassificationWithTeacher"):
         one = classifier(raw.but(architectures=["DeiTForImageClassification"]), None)
@@ -71,7 +71,7 @@ def deit(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(
         base,
         image=image,
-        encoder=replace(base.encoder, position=position),
+        encoder=replace(base.encoder_stack, position=position),
         classifier=labels,
         pooler=base.pooler and labels is None,
         max_positions=image.num_tokens,
@@ -93,8 +93,9 @@ def dinov2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     has_registers = raw["model_type"] == "dinov2_with_registers"
     raw = raw.otherwise(intermediate_size=inner, patch_size=16 if has_registers else 14, layer_norm_eps=1e-6)
     base = config(raw, names)
-    assert base.image is not None and base.encoder is not None
-    layer = replace(base.encoder.layers[0], channel_scales=True)
+    assert base.image is not None
+    stack = base.encoder_stack
+    layer = replace(stack.layers[0], channel_scales=True)
     if gated:  # two thirds of the width, as a multiple of 8
         layer = replace(layer, feed_forward=MLPConfig((int(inner * 2 / 3) + 7) // 8 * 8, Activation.SILU, gated=True))
     image = replace(
@@ -103,7 +104,7 @@ def dinov2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         registers=raw.get("num_register_tokens", 4) if has_registers else 0,
         antialias=has_registers,
     )
-    encoder = replace(base.encoder, layers=repeat(layer, base.encoder.num_layers), position=PositionConfig())
+    encoder = replace(stack, layers=repeat(layer, stack.num_layers), position=PositionConfig())
     return replace(base, image=image, encoder=encoder, pooler=False, max_positions=image.num_tokens)
 
 
@@ -118,10 +119,9 @@ _GATED_DINO = replace(_DINO, mlp=("mlp.weights_in", "mlp.weights_out"))
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.encoder is not None
     assert config.image is not None
-    yield from _embeddings(config.image, config.encoder.hidden_size)
-    for i, layer in enumerate(config.encoder.layers):
+    yield from _embeddings(config.image, config.encoder_stack.hidden_size)
+    for i, layer in enumerate(config.encoder_stack.layers):
         here, there, names = f"encoder.layer.{i}", f"encoder.layers.{i}", _NAMES
         if layer.channel_scales:
             names = _GATED_DINO if layer.mlp.gated else _DINO

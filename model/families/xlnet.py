@@ -48,11 +48,10 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.encoder is not None
     yield TensorRule("word_embedding.weight", "tokens.weight")
-    for i, layer in enumerate(config.encoder.layers):
+    for i, layer in enumerate(config.encoder_stack.layers):
         attention = layer.attention
-        stored = (config.encoder.hidden_size, attention.num_heads, attention.head_dim)
+        stored = (config.encoder_stack.hidden_size, attention.num_heads, attention.head_dim)
         here, there = f"layer.{i}.rel_attn", f"encoder.layers.{i}"
         for part, name in enumerate("qkv"):
             rows = (part * attention.query_size, (part + 1) * attention.query_size)

@@ -69,8 +69,7 @@ class KVLayout:
 
         A draft model uses the block numbers of the first pool; `draft_token_bytes` is the size of its token there.
         """
-        decoder = Shard(0, engine.tensor_parallel_size).config(config).decoder
-        assert decoder is not None
+        decoder = Shard(0, engine.tensor_parallel_size).config(config).decoder_stack
         pools = pools_of(paged_specs(decoder, str(kv_dtype(engine, dtype)).removeprefix("torch.")))
         if draft_token_bytes:
             pools = (replace(pools[0], token_bytes=pools[0].token_bytes + draft_token_bytes), *pools[1:])

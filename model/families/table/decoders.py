@@ -48,14 +48,12 @@ def decoder_model(
 
 def with_layers(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Return a decoder-only model with fields of every layer changed."""
-    assert config.decoder is not None
-    return replace(config, decoder=config.decoder.with_layers(lambda layer: replace(layer, **changes)))
+    return replace(config, decoder=config.decoder_stack.with_layers(lambda layer: replace(layer, **changes)))
 
 
 def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Return a decoder-only model with fields of every layer's attention changed."""
-    assert config.decoder is not None
-    changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, **changes)))
+    changed = config.decoder_stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, **changes)))
     return replace(config, decoder=changed)
 
 
@@ -72,20 +70,18 @@ def with_windows(
 
     `full` and `sliding` change the attention of each kind.
     """
-    assert config.decoder is not None
-    layer = config.decoder.layers[0]
+    layer = config.decoder_stack.layers[0]
     layers = {
         "sliding_attention": replace(layer, mixer=replace(layer.attention, window=window, **sliding)),
         "full_attention": replace(layer, mixer=replace(layer.attention, **full)),
     }
-    chosen = layers_by_type(raw, layers, config.decoder.num_layers, period)
-    return replace(config, decoder=replace(config.decoder, layers=chosen))
+    chosen = layers_by_type(raw, layers, config.decoder_stack.num_layers, period)
+    return replace(config, decoder=replace(config.decoder_stack, layers=chosen))
 
 
 def turning_neighbours(config: ModelConfig) -> ModelConfig:
     """Return a decoder-only model whose rotary positions turn pairs of neighbours."""
-    assert config.decoder is not None
-    position = config.decoder.layers[0].attention.position
+    position = config.decoder_stack.layers[0].attention.position
     assert isinstance(position, RotaryConfig)
     return with_attention(config, position=replace(position, interleaved=True))
 
@@ -138,8 +134,7 @@ class ExpertNames:
 
 def with_experts(config: ModelConfig, experts: ExpertsConfig, dense: Collection[int] = ()) -> ModelConfig:
     """Return a decoder-only model with experts in all layers but those in `dense`, which keep their MLP."""
-    decoder = config.decoder
-    assert decoder is not None
+    decoder = config.decoder_stack
     sparse = decoder.with_layers(lambda layer: replace(layer, feed_forward=experts)).layers
     layers = (layer if index in dense else sparse[index] for index, layer in enumerate(decoder.layers))
     return replace(config, decoder=replace(decoder, layers=tuple(layers)))
@@ -165,8 +160,7 @@ def either_way(family: Family) -> Family:
 
 def as_encoder(config: ModelConfig) -> ModelConfig:
     """Return a decoder-only model as an encoder, whose windows are as wide on both sides."""
-    assert config.decoder is not None
-    return replace(config, encoder=replace(config.decoder, causal=False), decoder=None, head=None)
+    return replace(config, encoder=replace(config.decoder_stack, causal=False), decoder=None, head=None)
 
 
 def encoder_rules(rules: Callable[[ModelConfig], Iterable[Rule]]) -> Callable[[ModelConfig], Iterable[Rule]]:
@@ -184,6 +178,6 @@ def encoder_rules(rules: Callable[[ModelConfig], Iterable[Rule]]) -> Callable[[M
 
 
 def see_one_more(layer: LayerConfig) -> LayerConfig:
-    """In both directions `transformers` counts a window without the token itself."""
+    """Widen the window by the token itself, which `transformers` does not count in an encoder."""
     window = layer.attention.window
     return layer if window is None else replace(layer, mixer=replace(layer.attention, window=window + 1))

@@ -34,36 +34,14 @@ _BART = ClassifierTable(
 _WRAPPING = replace(_BART, wraps=True)
 _DECODER = ClassifierTable("score", ClassifierInput.LAST_UNPADDED, bias=False)
 
+# Decoders whose heads for tokens are called `score` too.
 _SCORING = (
-    "llama",
-    "mistral",
-    "ministral",
-    "ministral3",
-    "mistral3",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gemma3",
-    *("mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "gpt_oss"),
-    *(
-        "seed_oss",
-        "arcee",
-        "nemotron",
-        "glm",
-        "glm4",
-        "helium",
-        "olmo",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "apertus",
-        "phimoe",
-    ),
+    *("llama", "mistral", "ministral", "ministral3", "mistral3", "qwen2", "qwen3", "phi3", "gemma", "gemma2"),
+    *("gemma3_text", "gemma3", "mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "gpt_oss", "seed_oss", "arcee"),
+    *("nemotron", "glm", "glm4", "helium", "olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "apertus", "phimoe"),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5"),
-)  # their heads for tokens are called `score` too
+)
 
 _MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GELU, norm="head.norm")
 

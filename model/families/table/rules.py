@@ -19,14 +19,15 @@ from triptych.model.errors import ConfigError
 from triptych.model.families.table.raw_config import Settings
 
 Shape = tuple[int, ...]
-_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of norms
 
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """Rows that are stored group by group, each a part of q, of k and of v, and wanted part by part.
+    """The order of heads in a stored matrix of q, k and v: group after group, each with some heads of all three.
 
-    `widths` are the heads of each part in a group, as they are stored; the part `order[i]` of these is the i-th wanted.
+    The network has all heads of q, then of k, then of v. `widths` are the heads of each stored part in a group; stored
+    part `order[i]` is the network's i-th.
     """
 
     groups: int
@@ -34,7 +35,7 @@ class Interleaved:
     order: tuple[int, ...] = (0, 1, 2)
 
     def stored_heads(self) -> list[int]:
-        """For each wanted head in turn, which of the stored ones it is."""
+        """Return the index of the stored head for each head of the network."""
         each, starts = sum(self.widths), [sum(self.widths[:part]) for part in range(len(self.widths))]
         return [
             group * each + starts[part] + head
@@ -46,26 +47,18 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """The tensor `source` fills `target`, or its rows `[start, stop)` where several tensors are fused into one.
-
-    `shape` is how it is stored where that is not the target's own. `transpose` swaps rows and columns (Conv1D);
-    `interleaved` is stored head by head of q, k and v, and wanted part by part (GPT-NeoX).
-    Of a tensor that fills several targets each rule takes a `part` of its rows (nn.MultiheadAttention), and has a
-    `shape`. A `duplicate` may be absent; where present it must equal what fills the target (tied weights stored twice).
-    `holds` says which numbers are stored; None: floating-point numbers of any kind. One stored row is for `repeat` rows
-    of the target; 0: a single number for all of them.
-    """
+    """The stored tensor `source` fills `target`, or its `rows` `[start, stop)` if several tensors are fused in it."""
 
     source: str
     target: str
     rows: tuple[int, int] | None = None
-    transpose: bool = False
-    shape: Shape | None = None
-    part: tuple[int, int] | None = None
-    interleaved: Interleaved | None = None
-    duplicate: bool = False
-    holds: NumberKind | None = None
-    repeat: int = 1
+    transpose: bool = False  # rows and columns are swapped in the file (Conv1D)
+    shape: Shape | None = None  # the stored shape, if it is not the target's
+    part: tuple[int, int] | None = None  # the rows of a source that fills several targets; needs `shape`
+    interleaved: Interleaved | None = None  # the stored order of heads (GPT-NeoX)
+    duplicate: bool = False  # may be absent; if present it must equal what fills the target (tied weights)
+    holds: NumberKind | None = None  # the kind of numbers; None: floats of any kind
+    repeat: int = 1  # rows of the target for each stored row; 0: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +76,7 @@ class LinearRule:
     interleaved: Interleaved | None = None
 
     def tensors(self, storage: Storage, *, in_order: bool = False) -> Iterator[TensorRule]:
-        """The rules of a matrix that is stored so; `in_order`: as it is multiplied with, whatever folders have."""
+        """Yield the rules of a matrix in this storage; `in_order`: its rows and columns have the network's order."""
         kinds = storage.tensors | ({"bias": None} if self.bias else {})
         for tensor, holds in kinds.items():
             yield TensorRule(
@@ -99,7 +92,7 @@ class LinearRule:
 
 @dataclass(frozen=True, slots=True)
 class ZeroRule:
-    """The `rows` of `target` are stored nowhere: they are zeros (the bias of DeBERTa's keys, fused with others)."""
+    """The `rows` of `target` are not stored but zeros (the bias of DeBERTa's keys, fused with others)."""
 
     target: str
     rows: tuple[int, int]
@@ -110,23 +103,23 @@ Rule = TensorRule | LinearRule | ZeroRule
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """A stored tensor with the matrices of all experts of a layer, `[experts, outputs, inputs]`; or their biases.
+    """A stored tensor with the matrices `[experts, outputs, inputs]`, or the biases, of all experts of a layer.
 
-    It is read as one tensor for each expert and part, by the names that the family's rules have for these: `parts` with
-    the number of the expert in place of {}. `written` tells whether the family's folders have it.
+    It is read as one tensor for each expert and part. `parts` are the names of these in the family's rules, with {} in
+    place of the expert's number.
     """
 
     source: str  # within the layer
-    parts: tuple[str, ...]  # which share the outputs, one after the other
-    interleaved: bool = False  # not so, but in turn
+    parts: tuple[str, ...]  # in the order of their outputs
+    interleaved: bool = False  # the parts' outputs alternate instead
     transposed: bool = False  # [experts, inputs, outputs]
-    either_way: bool = False  # so or transposed, which sizes tell
-    written: bool = False
+    either_way: bool = False  # transposed or not, as the sizes show
+    written: bool = False  # the family's published folders have it
 
     def part_names(self, name: str, experts: int) -> list[tuple[str, ...]]:
         """Return what is read of the stored tensor `name`: the names of each expert's parts.
 
-        Raises `ConfigError` where a header tells of more experts than there can be.
+        Raises `ConfigError` for more experts than a layer may have.
         """
         if experts > MOST_EXPERTS:
             raise ConfigError(f"{name} has {experts} experts, of at most {MOST_EXPERTS}")
@@ -136,11 +129,11 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierTable:
-    """Where a family's classification head reads, and what its matrices are called."""
+    """What a family's classification head reads, and the names of its matrices."""
 
     out: str
     input: ClassifierInput
-    dense: str = ""  # a layer in between; empty: there is none
+    dense: str = ""  # a layer before; empty: there is none
     activation: Activation | None = None
     bias: bool = True
     norm: str = ""  # after that layer; empty: there is none
@@ -149,37 +142,31 @@ class ClassifierTable:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One table: config.json -> ModelConfig, ModelConfig -> rules.
+    """The table of one family: config.json to `ModelConfig`, and `ModelConfig` to the rules of the stored tensors.
 
-    `config` gets the raw config.json and the tensor names, which tell what a config only claims (tied head, pooler);
-    names are None where a config is looked at without weights. `prefix` is what a headed model puts before its base
-    model's names (of several the first that fits), `dropped` patterns (fnmatch) are of tensors that carry nothing.
-    `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads);
-    `spelled` what a piece of any name is called by the rules. `fused` are tensors that are read in parts, `unused`
-    patterns of those that a model may have stored and does not read (keys of layers that read others').
-
-    Tensors that share memory are stored under one of their names, and which one is not fixed. `tables` are the names of
-    the token table, `heads` those of an output that is tied to it; `aliases` are other names of biases, by that name.
+    `config` also gets the names of the stored tensors, or None without weights: they show what settings only claim (a
+    tied head, a pooler). Tensors that share memory are stored under one of their names, and which one is not fixed.
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
     rules: Callable[[ModelConfig], Iterable[Rule]]
-    prefix: str | tuple[str, ...] = ""
-    dropped: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    fused: tuple[FusedExperts, ...] = ()
-    spelled: Mapping[str, str] = field(default_factory=dict)
+    prefix: str | tuple[str, ...] = ""  # of the base model's names in a model with a head; the first that fits counts
+    dropped: tuple[str, ...] = ()  # patterns (fnmatch) of tensors that are not needed
+    renamed: Mapping[str, str] = field(default_factory=dict)  # by a second stored name of a part: the rules' name
+    fused: tuple[FusedExperts, ...] = ()  # tensors that are read in parts
+    spelled: Mapping[str, str] = field(default_factory=dict)  # by a piece of stored names: the rules' spelling
+    # Patterns of tensors that may be stored although the network has none such (keys of layers that read others').
     unused: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
-    tables: tuple[str, ...] = ("embed_tokens.weight",)
-    heads: tuple[str, ...] = ("lm_head.weight",)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[str, ...] = ("embed_tokens.weight",)  # the names of the token table; the rules have the first
+    heads: tuple[str, ...] = ("lm_head.weight",)  # the names of an output that is tied to the token table
+    aliases: Mapping[str, str] = field(default_factory=dict)  # by another name of a bias: the rules' name
 
     def fused_as(self, name: str) -> FusedExperts | None:
-        """Return what the stored tensor `name` has of all experts of a layer; None: it is no such tensor."""
+        """Return the entry of `fused` for the stored tensor `name`; None: there is none."""
         return next((one for one in self.fused if name.endswith(f".{one.source}")), None)
 
     def tensor_rules(self, config: ModelConfig) -> Iterator[TensorRule]:
-        """Every rule of a model, projections by the format that they are stored in."""
+        """Yield a rule for each stored tensor of a model; those of projections follow from the stored format."""
         for rule in self.rules(config):
             if isinstance(rule, TensorRule):
                 yield rule
@@ -188,11 +175,11 @@ class Family:
                 yield from rule.tensors(storage, in_order=rule.target in config.in_order)
 
     def zero_rules(self, config: ModelConfig) -> list[ZeroRule]:
-        """Every part of a parameter that is zero whatever the checkpoint."""
+        """Return the rules of the parts of parameters that are always zero."""
         return [rule for rule in self.rules(config) if isinstance(rule, ZeroRule)]
 
     def canonical(self, name: str) -> str:
-        """Without the prefix and what `torch.nn.utils.parametrize` adds; norms had a gamma and a beta once."""
+        """Return a stored name as the rules have it: without prefix and `torch.nn.utils.parametrize`'s additions."""
         prefixes = (self.prefix,) if isinstance(self.prefix, str) else self.prefix
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         name = name.removeprefix(prefix)
@@ -205,10 +192,10 @@ class Family:
         return f"{stem}.{kind}" if stem else kind
 
     def by_rule_name(self, names: Iterable[str], *, tied: bool) -> dict[str, str]:
-        """Return the stored names by the names that the rules have for them.
+        """Return the stored names, by the rules' names.
 
-        A token table that is stored only as one of its other names is found by these. With a `tied` output that may be
-        the output's name. Where a bias is stored under two names, the alias counts: the output reads that one.
+        A token table may be stored under one of its other names (`tables`), and with a `tied` output under that of the
+        output (`heads`). If a bias is stored under two names, the alias counts: the output reads that one.
         Raises `ConfigError` for two stored tensors of one name.
         """
         found: dict[str, str] = {}
