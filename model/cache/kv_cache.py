@@ -18,16 +18,16 @@ from triptych.model.system import huge_pages
 from triptych.model.system.devices import device_tensor, to_device
 from triptych.model.system.mapped_file import resident_bytes
 
-# -- States of recurrent layers, by slots: what a sequence keeps of all its tokens in a fixed size (`GatedDeltaConfig`).
+# -- States of recurrent layers, by slots: a summary of all tokens of a sequence, of fixed size (`GatedDeltaConfig`).
 #
 #     recurrent: [slots, value heads, key_dim, value_dim]      convolution: [slots, kernel - 1, channels]      float32
 #
-# A span of rows reads one slot and writes another, so a step that is run again finds what it read. Which sequence has
-# which slot is `triptych.model.engine.scheduling.state_slots`' business.
+# A span of rows reads one slot and writes another, so a step can be run again.
+# `triptych.model.engine.scheduling.state_slots` decides which sequence has which slot.
 
 
 class StateSpan(NamedTuple):
-    """Rows `[first, last)` of one sequence: they go on from the state in `source`, and leave theirs in `target`."""
+    """Rows `[first, last)` of one sequence, which start from the state in slot `source` and write slot `target`."""
 
     first: int
     last: int
@@ -36,7 +36,7 @@ class StateSpan(NamedTuple):
 
 
 def whole_segments(lengths: Sequence[int]) -> tuple[StateSpan, ...]:
-    """Spans of packed segments of these lengths that begin with zeros and keep nothing."""
+    """Return the spans of packed segments of these lengths, which start from zeros and keep no state."""
     spans, first = [], 0
     for length in lengths:
         spans.append(StateSpan(first, first + length, NO_STATE, NO_STATE))
@@ -45,7 +45,7 @@ def whole_segments(lengths: Sequence[int]) -> tuple[StateSpan, ...]:
 
 
 def independent_spans(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
-    """The spans in lists that need nothing of each other; a span that goes on from another one is in a later list."""
+    """Divide spans into lists of independent ones; a span that starts from another's state is in a later list."""
     found: list[list[StateSpan]] = []
     written: dict[int, int] = {}  # the index of the list after the one that writes a slot
     for span in spans:
@@ -59,16 +59,16 @@ def independent_spans(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
 
 
 class Segment(NamedTuple):
-    """Rows `[first, last)` of one sequence, which go on from the state in `source`: spans that follow each other."""
+    """Consecutive spans of one sequence: rows `[first, last)`, which start from the state in slot `source`."""
 
     first: int
     last: int
     source: int
-    kept: dict[int, int]  # slots by the row after which they get the state
+    kept: dict[int, int]  # by row: the slot for the state before that row
 
 
 def segments(spans: Iterable[StateSpan]) -> list[Segment]:
-    """The spans joined to those that they go on from, which are in front of them."""
+    """Join each span to the one before it, if it starts from the state of that one."""
     found: list[Segment] = []
     before: StateSpan | None = None
     for span in spans:
@@ -85,11 +85,11 @@ def segments(spans: Iterable[StateSpan]) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class StateTables:
-    """Which rows of a step go on from which states, on the device; slots are negative where there is none."""
+    """Which rows of a step start from which states, on the device; a negative slot means no slot."""
 
     singles: Tensor | None  # [3, S] segments of one token: row, slot read, slot written
-    segments: Tensor | None = None  # [3, B] others: chunks from, up to; slot read
-    chunks: Tensor | None = None  # [5, N] their chunks: rows from, up to; first row of the segment; slots read, written
+    segments: Tensor | None = None  # [3, B] longer segments: first chunk, end of chunks, slot read
+    chunks: Tensor | None = None  # [5, N] their chunks: first row, end; segment's first row; slots read, written
 
     @classmethod
     def of(cls, spans: Iterable[StateSpan], chunk: int, device: torch.device) -> StateTables:
@@ -132,7 +132,7 @@ class StateCache:
         return self.recurrent.nbytes + self.convolution.nbytes
 
     def read(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The recurrent states `[B, H, K, V]` and the convolution's `[B, kernel - 1, C]` in these slots."""
+        """Return the recurrent states `[B, H, K, V]` and the convolution's `[B, kernel - 1, C]` in these slots."""
         at = self._tensor([max(slot, 0) for slot in slots])
         found = self.recurrent[at], self.convolution[at]
         empty = [place for place, slot in enumerate(slots) if slot == NO_STATE]
@@ -142,7 +142,7 @@ class StateCache:
         return found
 
     def write(self, slots: Sequence[int], recurrent: Tensor, convolution: Tensor) -> None:
-        """Keep states as `read` gives them, where there is a slot."""
+        """Write states, shaped as `read` returns them, to these slots; those without a slot are dropped."""
         kept = [place for place, slot in enumerate(slots) if slot != NO_STATE]
         if not kept:
             return
@@ -158,8 +158,7 @@ class StateCache:
 #
 #     keys, values: [num_pages, block_size, K, D] of each layer      slot = block * block_size + offset
 #
-# Which sequence has which block is `triptych.model.engine.scheduling.block_manager`'s business; here are only the
-# tensors.
+# Here are only the tensors. `triptych.model.engine.scheduling.block_manager` decides which sequence has which block.
 
 _LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
@@ -174,13 +173,13 @@ class LayerCache:
     pool: int = 0  # whose tables and slots it is read and written by
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put `key` and `value` `[T, K, D]` at `slots` `[T]`."""
+        """Write `key` and `value` `[T, K, D]` to `slots` `[T]`, quantised if the pages are."""
         for pages, rows, scales in zip(
             (self.keys, self.values), (key, value), self.scales or (None, None), strict=True
         ):
             if scales is not None:
                 most = rows.float().abs().amax(dim=-1)  # [T, K]
-                # Not a number, whose reciprocal a GPU would multiply with.
+                # A tensor: a GPU would multiply by the reciprocal of a number.
                 levels = torch.full_like(most, _LARGEST[pages.dtype])
                 scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / levels)
                 rows = rows.float() * (levels / most.clamp(min=1e-30))[..., None]
@@ -189,7 +188,7 @@ class LayerCache:
             plain(pages).view(-1, *pages.shape[2:]).index_copy_(0, slots, plain(rows.to(pages.dtype)))
 
     def read(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, length, K, D]` of the sequences whose blocks are `block_tables` `[B, M]`."""
+        """Return keys and values `[B, length, K, D]` of the sequences with `block_tables` `[B, M]`."""
         block_size = self.keys.shape[1]
         blocks = block_tables[:, : -(-length // block_size)]
         shape = (blocks.shape[0], blocks.shape[1] * block_size, *self.keys.shape[2:])
@@ -255,7 +254,7 @@ class KVCache:
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
-        """The pages of the layers that have some, in their order."""
+        """The pages of all layers with attention, in order."""
         return tuple(self.pages.values())
 
     def of_layer(self, index: int) -> LayerCache | StateCache:
@@ -274,17 +273,17 @@ class KVCache:
         return [tensor for tensor in found if tensor.device.type == "cpu"]
 
     def commit(self) -> None:
-        """Take the memory of an empty cache, which a CPU's pools otherwise take as they are written."""
+        """Make the memory of an empty cache resident now; on a CPU it otherwise becomes so as it is written."""
         for tensor in self._on_host():
             huge_pages.commit(tensor)
 
     @property
     def promised(self) -> int:
-        """Bytes of a CPU's memory that are not taken yet."""
+        """The bytes on a CPU that are reserved and not resident yet."""
         return sum(max(0, tensor.nbytes - resident_bytes(tensor)) for tensor in self._on_host())
 
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Fill whole blocks of a pool with others of it, all read before any is written."""
+        """Copy whole blocks within a pool; all are read before any is written."""
         target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))
         for tensor in map(plain, self._tensors[pool]):
             tensor[:, target] = tensor[:, source]
@@ -299,7 +298,7 @@ def promised_memory() -> int:
 
 
 def plain(numbers: Tensor) -> Tensor:
-    """The same memory in a dtype that torch moves by indices: not all of its functions take float8."""
+    """Return the same memory in a dtype that torch's indexing accepts: not all of its functions take float8."""
     return numbers.view(torch.uint8) if numbers.dtype is torch.float8_e4m3fn else numbers
 
 

@@ -1,13 +1,13 @@
-"""Admission control bounds the queue of one model by the time that it takes. No torch.
+"""Admission control: bounds one model's queue by the time that its work takes. No torch.
 
-The front counts requests as they arrive: a request is refused before any work, never dropped afterwards. A request's
-tokens count as waiting until its first output; sequences beyond `max_num_seqs` wait by definition. A new request is
-refused if it would wait for more than `max_queue_seconds` (`work_rates`). The bounds on requests and tokens limit
-the memory of a queue. What `max_num_seqs` lets run at once is never refused.
+A request is refused before any work, and never dropped afterwards. Its tokens count as waiting until its first output;
+sequences beyond `max_num_seqs` wait too. A new request is refused if it would wait for more than `max_queue_seconds`
+(`work_rates`). The bounds on requests and tokens limit the memory of a queue. A request that could run at once, within
+`max_num_seqs`, is never refused.
 
-Of the inputs of one call of `encode` a few are with the engine, and the front holds the others; these are counted
-apart. The engine computes inputs in the order in which they come. As a call of any size sends few at a time, by the
-rate at which its inputs are computed, others' inputs come in between, and it takes little of the queue's room.
+The front sends a few inputs of a call of `encode` to the engine at a time, by the rate at which they are computed, and
+holds back the others, which are counted separately. The engine computes inputs in order of arrival. So a call of any
+size takes little room in the queue, and inputs of other calls are computed between its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from triptych.model.api.stats import Demand, EngineStats, ModelInfo, StepStats
 from triptych.model.client.work_rates import WorkRates
 from triptych.model.errors import QueueFullError
 
-_SHARE_STEPS = 2  # that the inputs of one call may fill in the queue: while one is computed, the next is ready
-_SHARE_SECONDS = 0.2  # for which they may fill it
-_FIRST_SHARE = 4  # before a call's rate is known it fills 1 / 4 of a step
-_MAX_HELD_TOKENS = 1 << 21  # of inputs that are held back: about 80 MB
-_FILLED_SEQUENCES, _FILLED_STEPS = 4, 8  # of `max_num_seqs`, of a step's tokens: the queue that calls fill, if it may
-_FULL_CACHE = 0.9  # used share of the KV cache, above which it bounds the sequences that run
+_SHARE_STEPS = 2  # steps that one call's inputs in the queue may fill: while one is computed, the next is ready
+_SHARE_SECONDS = 0.2  # of computing that they may fill
+_FIRST_SHARE = 4  # before a call's rate is known, its inputs fill 1 / 4 of a step
+_MAX_HELD_TOKENS = 1 << 21  # of all held inputs: about 80 MB
+_FILLED_SEQUENCES, _FILLED_STEPS = 4, 8  # times `max_num_seqs`, and steps: up to there calls of `encode` fill the queue
+_FULL_CACHE = 0.9  # used share of the KV cache above which the cache limits the running sequences
 
 
 class Admission:
-    """Counts the requests and tokens that one model has admitted and not yet finished."""
+    """Counts one model's unfinished requests and their tokens, and refuses new ones if the queue is full."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Uses the limits for a CPU until `loaded` brings those of the loaded model."""
+        """Use the limits of a CPU until `loaded` sets those of the loaded model."""
         self._block_size = config.block_size
         self._rates = WorkRates()
         self._set_limits(config.limits())
@@ -64,7 +64,7 @@ class Admission:
         self._filled_tokens = min(self._max_waiting_tokens, _FILLED_STEPS * self._step_tokens)
 
     def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None, tenant: str = "") -> None:
-        """Admit all requests to generate (id -> prompt tokens) of a tenant or none; raises `QueueFullError`.
+        """Admit all of a tenant's requests to generate (id -> prompt tokens), or none; raises `QueueFullError`.
 
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
@@ -80,11 +80,11 @@ class Admission:
         self._waiting.update(tokens)
 
     def check_room(self, sequences: int = 1, tenant: str = "") -> None:
-        """Raise `QueueFullError` where `admit` would refuse this number of sequences, or `hold` an input (0).
+        """Raise `QueueFullError` if `admit` would refuse this many sequences, or `hold` an input (`sequences` is 0).
 
-        A tenant that has less than its share of what may run is not refused because of others: the engine lets it in.
+        A tenant below its share of the running sequences is never refused: the engine admits it before others.
 
-        The waiting work of others decides, not the new prompt's. So the answer is known before tokenisation, and long
+        Only work that already waits decides, not the new prompt. So the answer is known before tokenisation, and long
         prompts are admitted as often as short ones.
         """
         running = self._num_sequences + sequences if sequences else self._num_inputs + 1
@@ -102,14 +102,14 @@ class Admission:
             raise QueueFullError(reason, late[reason])
 
     def _has_share_left(self, sequences: int, tenant: str) -> bool:
-        """Return whether a tenant would have no more than its share of the sequences that may run."""
+        """Return whether a tenant would be within its share of the sequences that may run."""
         number = len({*self._tenants, tenant})
         return number > 1 and self._tenants[tenant] + max(1, sequences) <= self._max_running // number
 
     def wait_seconds(self, sequences: int = 1) -> float:
-        """Estimate the seconds until the first step of a new request of this many sequences (0: of an input).
+        """Estimate the seconds until the first step of a new request with this many sequences (0: of an input).
 
-        All waiting tokens are computed before. Sequences beyond those that can run wait until others have ended.
+        All waiting tokens are computed first. Sequences beyond those that can run wait until others have ended.
         """
         seconds = self._rates.prefill_seconds(self._waiting_tokens)
         over = self._num_sequences + sequences - self._slots
@@ -120,14 +120,14 @@ class Admission:
         self._rates.observe(step, time.monotonic())
 
     def set_stats(self, stats: EngineStats) -> None:
-        """Count the sequences that can run: those that do, where a full KV cache keeps others waiting."""
+        """Update how many sequences can run: as many as do now, if a full KV cache keeps others waiting."""
         full = stats.waiting and stats.used_blocks > _FULL_CACHE * stats.total_blocks
         self._slots = max(1, stats.running) if full else self._max_running
 
     def hold(self, tokens: Sequence[int], tenant: str = "") -> None:
-        """Admit the inputs of one call, given the tokens of each; all are held at first; raises `QueueFullError`.
+        """Admit the inputs of one call, given the tokens of each, and hold back all of them; raises `QueueFullError`.
 
-        A call is admitted where a single input is. What is held back is bounded, by what others hold already.
+        A call is admitted if a single input would be. A long call is refused if the held inputs of others are too many.
         """
         self.check_room(0, tenant)
         total = sum(tokens)
@@ -138,10 +138,10 @@ class Admission:
         self._held_tokens += total
 
     def has_share(self, sequences: int, tokens: int, rate: float | None) -> bool:
-        """Return whether a call that has `sequences` inputs in the queue may add one, for `tokens` in all.
+        """Return whether a call with `sequences` inputs in the queue may add one, which makes `tokens` tokens in all.
 
-        It may always have one; others while the queue has room, for the time that others may have to wait for them at
-        `rate` tokens a second (None: not known yet), and for two steps at most.
+        A call may always have one input in the queue. It may have more while the queue has room: as many as are
+        computed in `_SHARE_SECONDS` at `rate` tokens a second (None: not known yet), and at most two steps' worth.
         """
         if not sequences:
             return True
@@ -152,7 +152,7 @@ class Admission:
         return unfinished < self._filled_sequences and self._waiting_tokens < self._filled_tokens
 
     def take_held(self, request_id: str, tokens: int, tenant: str = "") -> None:
-        """Count an input that was held as one in the queue."""
+        """Count a held input as one in the queue, because it is sent to the engine."""
         self._begin()
         self._tenants[tenant] += 1
         self._owners[request_id] = tenant
@@ -163,7 +163,7 @@ class Admission:
         self._waiting[request_id] = tokens
 
     def let_go(self, tokens: int) -> None:
-        """Stop counting inputs that were held."""
+        """Stop counting held inputs, which will not be sent."""
         self._held_tokens -= tokens
 
     def num_waiting(self, requests: Iterable[str]) -> int:
@@ -216,13 +216,13 @@ class Admission:
             self._rates.ended(self._rates.steps - began)
 
     def _begin(self) -> None:
-        """Let the clock of the rates start if there was no work."""
+        """Start the clock of the rates if there was no work before."""
         if not self._sequences:
             self._rates.begin(time.monotonic())
 
 
 class Encoding:
-    """Sends inputs as outputs come, and ends when every input has its output."""
+    """One call of `encode`: decides when each input is sent, and collects the outputs."""
 
     def __init__(self, requests: Sequence[EncodeRequest], admission: Admission) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -231,7 +231,7 @@ class Encoding:
         self._admission = admission
         self._held = deque(requests)
         self._tenant = requests[0].tenant if requests else ""
-        self._sent: dict[str, int] = {}  # tokens of the inputs that are with the engine
+        self._sent: dict[str, int] = {}  # tokens of each input in the engine's queue, by request id
         self._sent_tokens = 0
         self._began = time.monotonic()
         self._computed_tokens = 0
@@ -242,7 +242,7 @@ class Encoding:
         return self._next()
 
     def add(self, output: EncodeOutput) -> list[EncodeRequest]:
-        """Take the output of an input, and return the inputs to send now."""
+        """Record an input's output, and return the inputs to send now."""
         self.outputs[output.request_id] = output
         tokens = self._sent.pop(output.request_id, 0)
         self._sent_tokens -= tokens
@@ -252,11 +252,11 @@ class Encoding:
         return self._next()
 
     def has_sent(self, request_id: str) -> bool:
-        """Return whether an input is with the engine."""
+        """Return whether an input was sent and has no output yet."""
         return request_id in self._sent
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Drop the inputs that were not sent."""
         self._admission.let_go(sum(request.source.num_positions for request in self._held))
         self._held.clear()
 

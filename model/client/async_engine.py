@@ -1,14 +1,13 @@
-"""The asynchronous engine client serves request streams from one engine loop in a thread or another process.
+"""The asynchronous client of one engine loop, which runs in another process: requests in, streams of outputs back.
 
 Requests go to the loop as token ids; outputs come back as token ids and get their text here. The loop never waits for
 a reader. Each accepted request ends exactly once: by the engine's last output, by its deadline (also checked here, in
 case the engine hangs), by `cancel`, by closing its stream, or by an error when the engine is lost.
 
 Models can be loaded and unloaded while others are served (`model_table`). A lost engine is restarted with the models
-that were served last, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends
-nothing for `stall_seconds` is killed, if the transport can do that, and counts as lost; so is one that starts again for
-several times as long as it ever took.
-Not thread-safe: everything runs on one event loop.
+that were served last, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends nothing for
+`stall_seconds` is killed, if the transport can do that, and counts as lost. So is an engine whose restart takes several
+times as long as its longest start. Not thread-safe: everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
 _MAX_RESTARTS = 8  # within `_RESTART_WINDOW`; after one more loss the engine stays down, not live, for that time
 _RESTART_WINDOW = 600.0  # seconds
-# An engine that takes this many times its longest start so far, and this many seconds, to restart is taken to hang.
+# A restart that takes longer than `_LEAST_START_SECONDS` plus this many times the longest start is taken to hang.
 _START_PATIENCE = 5.0
 _LEAST_START_SECONDS = 60.0
 
@@ -44,18 +43,18 @@ logger = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """The front's end of the connection to an engine loop (`ProcessTransport`, `ThreadTransport`)."""
+    """The front's end of the connection to an engine loop: `ProcessTransport`, or a thread in tests."""
 
     @property
     def pid(self) -> int | None:
-        """The process with the engine; None: it has not started."""
+        """The id of the engine process; None before the start."""
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None: ...
 
     def send(self, commands: Commands) -> None: ...
 
     def kill(self) -> bool:
-        """End a loop that no longer answers; False where that would end this process too."""
+        """End a loop that no longer answers; returns False if it cannot be ended by itself."""
         ...
 
     async def close(self) -> None: ...
@@ -104,7 +103,7 @@ class AsyncEngine:
 
     @property
     def restarts(self) -> int:
-        """Counts the attempts to replace a lost loop; each loads all models again."""
+        """The number of attempts to replace a lost loop; each loads all models again."""
         return self._restarts
 
     @property
@@ -133,10 +132,10 @@ class AsyncEngine:
             raise
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
-        """Unload a model; return when its memory is given back. Raises `ModelNotLoadedError`.
+        """Unload a model and its adapters; return when the memory is free. Raises `ModelNotLoadedError`.
 
-        It takes no requests from now on; what still runs after `drain_seconds` ends as cancelled. Cancelling this
-        call does not stop the unloading. A model's adapters go with it.
+        It accepts no requests from now on. Requests that run after `drain_seconds` end as cancelled. Cancelling this
+        call does not stop the unloading.
         """
         adapters = [self._begin_unload(one, drain_seconds) for one in self._table.adapters_of(name)]
         if adapters:
@@ -155,7 +154,7 @@ class AsyncEngine:
             self._transport = None
 
     def check_room(self, model: str, sequences: int = 1, tenant: str = "") -> None:
-        """Raise where `submit` would refuse this number of sequences of `model`, or `encode` an input (0)."""
+        """Raise what `submit` would raise for this many sequences of `model`, or `encode` for an input (0)."""
         self._check_ready()
         self._table[model].admission.check_room(sequences, tenant)
 
@@ -181,9 +180,9 @@ class AsyncEngine:
         return stream
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """Return one output a request (all of one model), in order; cancelling aborts.
+        """Return one output for each request, in order; all are of one model. Cancelling this call aborts them.
 
-        Raises as `submit` does for a single one: of many inputs a few are in the queue at a time.
+        Raises what `submit` would raise for one request: only a few inputs are in the queue at a time.
         """
         self._check_ready()
         model = self._table[requests[0].model]
@@ -205,7 +204,7 @@ class AsyncEngine:
                     self.release(request.model, request.request_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""
+        """End a running request of either kind as cancelled; returns False if no request has this id."""
         if request_id in self._encodes:
             self.abort(self._encodes[request_id][0].model, request_id, None, FinishReason.CANCELLED)
             self._end_encode(EncodeOutput(request_id, finish_reason=FinishReason.CANCELLED))
@@ -251,7 +250,7 @@ class AsyncEngine:
         self._next_commands().abort.append(Abort(model, request_id, index, reason))
 
     def started(self, model: str, request_id: str, cached_tokens: int) -> None:
-        """Note that a request has an output: its tokens wait no more."""
+        """Stop counting a request's tokens as waiting, because it has an output."""
         self._table.mark_started(model, request_id, cached_tokens)
 
     def release(self, model: str, request_id: str) -> None:
@@ -260,7 +259,7 @@ class AsyncEngine:
         self._encodes.pop(request_id, None)
         self._table.release(model, request_id)
 
-    # -- models that go
+    # -- unloading
 
     def _begin_unload(self, name: str, drain_seconds: float) -> asyncio.Task[None]:
         model, gone = self._table.begin_unload(name)
@@ -272,7 +271,7 @@ class AsyncEngine:
     async def _unload(self, model: FrontModel, gone: asyncio.Future[None], drain_seconds: float) -> None:
         """Wait for a model's requests, end the rest, and have the engine free it."""
         name = model.spec.name
-        if self._unready_reason:  # no engine has it; one that is being started frees it
+        if self._unready_reason:  # no engine has it: a starting engine is told to free it
             self._table.unloaded(name)
             return
         drained = asyncio.ensure_future(model.drained.wait())
@@ -438,7 +437,7 @@ class AsyncEngine:
             before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)
             now = time.monotonic()
-            # Time in which this process did not run (in a paused container, say) is no silence of the engine.
+            # While this process did not run (in a paused container, for example), the engine was not silent.
             self._last_events_time = min(now, self._last_events_time + max(0.0, now - before - _WATCH_SECONDS))
             self._end_expired(now - _DEADLINE_GRACE)
             self._kill_if_hung()

@@ -22,10 +22,10 @@ from triptych.model.errors import EngineDeadError
 from triptych.model.text.detokenizer import Detokenizer
 from triptych.model.text.tokenizer import Tokenizer
 
-# -- Delivery calls the readers of streams back, those of one frame of the engine together. A stream that has got
-# something to read is called once: when the callbacks that are due have run, so that the frames that have arrived
-# already are handled together, or, with an interval, when its next delivery is due. Times of delivery are rounded up to
-# an eighth of the interval, so that streams share timers. Everything runs on one event loop.
+# -- Delivery calls the readers of streams back, all readers of one engine frame together. A stream with something to
+# read is called once: after the callbacks that are due now, so that all frames that have arrived are handled together;
+# or, with an interval, when its next delivery is due. Times of delivery are rounded up to an eighth of the interval, so
+# that streams share timers. Everything runs on one event loop.
 
 _TICKS = 8  # an interval
 
@@ -36,10 +36,10 @@ class Deliverable(Protocol):
     """A stream, as delivery sees it."""
 
     def deliver(self) -> None:
-        """Tell the reader that there is something to read."""
+        """Wake the reader."""
 
     def deliver_due(self) -> None:
-        """Make readable what was held for the interval, and tell the reader."""
+        """Make the held outputs readable, and wake the reader."""
 
 
 class Delivery:
@@ -77,7 +77,7 @@ class Delivery:
 
 
 def _call(calls: Iterable[Callable[[], None]]) -> None:
-    """Make all calls, also where one raises what it should not: the others are of other streams."""
+    """Make all calls; if one raises, log it and continue, because the others are of other streams."""
     for call in calls:
         try:
             call()
@@ -93,18 +93,18 @@ _SequenceKey = tuple[str, int]  # request id, index of the sequence in its reque
 
 
 class StreamOwner(Protocol):
-    """The engine client that feeds a stream, as the stream sees it."""
+    """The engine client, as a stream uses it."""
 
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None: ...
 
     def started(self, model: str, request_id: str, cached_tokens: int) -> None:
-        """A sequence of the request has its first output."""
+        """Record that a sequence of the request has its first output."""
 
     def release(self, model: str, request_id: str) -> None: ...
 
 
 class GenerationStream:
-    """Holds the merged outputs of one or more requests; it ends when all sequences have ended.
+    """The buffered outputs of one or more requests; it ends when all sequences have ended.
 
     The reader must close it (`aclose`) in any case, which aborts unfinished sequences. Once more than
     `max_unread_bytes` are buffered, every open sequence ends as cancelled.
@@ -169,12 +169,12 @@ class GenerationStream:
         return output
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever there is something to take, or the engine was lost; soon, if there is already."""
+        """Call `listener` whenever outputs are ready or the engine was lost; soon, if that is so already."""
         self._listener = listener
         self._deliver_soon()
 
     def take(self) -> Sequence[TokenOutput]:
-        """Return all outputs that are readable. Raises `EngineDeadError` after the last ones of a lost engine."""
+        """Return all readable outputs. Raises `EngineDeadError` after the last outputs of a lost engine."""
         if self._received:
             self._merge_received()
         elif not self._ready and self._failure is not None:
@@ -192,7 +192,7 @@ class GenerationStream:
     # -- for the engine client
 
     def push(self, output: TokenOutput) -> None:
-        """Buffer an output of the engine; an output of an ended sequence is dropped."""
+        """Buffer an output of the engine; outputs of ended sequences are dropped."""
         key = (output.request_id, output.index)
         if key not in self._open:
             return
@@ -245,7 +245,7 @@ class GenerationStream:
             self._deliver_when_due()
 
     def _deliver_held(self) -> None:
-        """Make everything that was received readable now; outputs that come later are held again."""
+        """Make all received outputs readable now; later ones are held again."""
         if self._held:
             self._received += self._held
             self._held, self._held_bytes = [], 0
@@ -253,7 +253,7 @@ class GenerationStream:
         self._deliver_soon()
 
     def _deliver_when_due(self) -> None:
-        """Deliver what is held one interval after the last delivery."""
+        """Deliver the held outputs one interval after the last delivery."""
         if self._last_delivery + self._delivery.interval <= asyncio.get_running_loop().time():
             self._deliver_held()
         else:
@@ -274,13 +274,13 @@ class GenerationStream:
             self._listener()
 
     def deliver_due(self) -> None:
-        """Deliver what was held, unless something was delivered meanwhile, from which a new interval counts."""
+        """Deliver the held outputs, unless a delivery in the meantime has started a new interval."""
         self._is_due_later = False
         if self._held:
             self._deliver_when_due()
 
     def _merge_received(self) -> None:
-        """Move the received outputs to `_ready`, merged into one a sequence, with their text."""
+        """Move the received outputs to `_ready`, merged into one for each sequence, with their text."""
         received, self._received = self._received, []
         if len(received) > 1 and self._is_single:
             first, *others = received

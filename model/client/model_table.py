@@ -1,7 +1,7 @@
-"""The models of one engine as the front knows them: served, being loaded or being unloaded. No torch.
+"""The front's record of one engine's models: served, being loaded or being unloaded. No torch.
 
-A name is in use from the call that loads it until the engine says that its memory is given back. What takes requests
-is `served`; whatever an engine process loads when it is started again is made of that.
+A name is in use from the call that loads it until the engine reports that its memory is free. `served` has the models
+that accept requests; an engine process that is started again loads these.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FrontModel:
-    """One model and the work that it has."""
+    """One model and its unfinished requests."""
 
     spec: ModelSpec
     tokenizer: Tokenizer | None
     admission: Admission
     background: Admission  # of background work, for which no other request waits
     stats: EngineStats
-    optional: bool = False  # loaded later than the first ones, so an engine may restart without it
+    optional: bool = False  # loaded after the start, so an engine may restart without it
     info: ModelInfo | None = None  # once it is loaded
-    requests: set[str] = field(default_factory=set)  # ids of those that have not ended
-    drained: asyncio.Event = field(default_factory=asyncio.Event)  # while it is unloaded: it has no requests left
+    requests: set[str] = field(default_factory=set)  # ids of unfinished ones
+    drained: asyncio.Event = field(default_factory=asyncio.Event)  # set, while it is unloaded, once it has no requests
 
     @property
     def is_adapter(self) -> bool:
@@ -49,7 +49,7 @@ class FrontModel:
 
     @property
     def current_stats(self) -> EngineStats:
-        """The latest state of its engine; of an adapter its requests, which its base's engine has among others."""
+        """The latest statistics of its engine; of an adapter, which has no engine, those of its own requests."""
         base = self.spec.adapter_of
         if base is None:
             return self.stats
@@ -72,10 +72,10 @@ class FrontModel:
 
 
 class ModelTable:
-    """Models by name, and who waits for them to come or go."""
+    """The models by name, with the futures of loads and unloads in progress."""
 
     def __init__(self, specs: Sequence[ModelSpec], tokenizers: Mapping[str, Tokenizer | None]) -> None:
-        self.served: dict[str, FrontModel] = {}  # also while their engine is started
+        self.served: dict[str, FrontModel] = {}  # also while the engine is being started
         for spec in specs:
             self.served[spec.name] = self._model(spec, tokenizers.get(spec.name), optional=False)
         self._loading: dict[str, tuple[FrontModel, asyncio.Future[ModelInfo]]] = {}
@@ -89,7 +89,7 @@ class ModelTable:
         return FrontModel(spec, tokenizer, *admissions, EngineStats(spec.name), optional)
 
     def __getitem__(self, name: str) -> FrontModel:
-        """Return a model that takes requests; raises `ModelNotLoadedError`."""
+        """Return a model that accepts requests; raises `ModelNotLoadedError`."""
         found = self.served.get(name)
         if found is None:
             raise ModelNotLoadedError(f"no model named {name} is loaded")
@@ -131,7 +131,7 @@ class ModelTable:
                 admission.set_stats(stats)
 
     def begin_load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> asyncio.Future[ModelInfo]:
-        """Reserve the model's name; what is returned ends as `load` does. Raises `ConfigError` if it is in use."""
+        """Reserve a model's name; the future ends as the load does. Raises `ConfigError` if the name is in use."""
         for names, state in ((self.served, "served"), (self._loading, "being loaded")):
             if spec.name in names:
                 raise ConfigError(f"a model named {spec.name} is {state} already")
@@ -142,21 +142,21 @@ class ModelTable:
         return future
 
     async def wait_unloaded(self, name: str) -> None:
-        """Return once no model of this name is being unloaded; then it can be loaded."""
+        """Wait until no model of this name is being unloaded, so that it can be loaded."""
         while name in self._unloading:
             await asyncio.shield(self._unloading[name][1])
 
     def begin_unload(self, name: str) -> tuple[FrontModel, asyncio.Future[None]]:
-        """Take no more requests for a model; the future ends once it is gone. Raises `ModelNotLoadedError`."""
+        """Refuse new requests for a model; the future ends once it is unloaded. Raises `ModelNotLoadedError`."""
         model = self[name]
         return model, self._leave(self.served.pop(name))
 
     def adapters_of(self, name: str) -> list[str]:
-        """Return the adapters of a model that take requests."""
+        """Return the served adapters of a model."""
         return [one.spec.name for one in self.served.values() if one.spec.adapter_of == name]
 
     def give_up(self, name: str) -> bool:
-        """Expect no more that a model is loaded; False if it has been already."""
+        """Turn the load of a model into an unload; returns False if it is not being loaded."""
         if name not in self._loading:
             return False
         self._leave(self._loading.pop(name)[0])
@@ -170,7 +170,7 @@ class ModelTable:
         return future
 
     def loaded(self, info: ModelInfo) -> None:
-        """A model is loaded, at the start or later. A load that was given up is no longer awaited."""
+        """Record that the engine has loaded a model, at the start or later."""
         if info.name in self._loading:
             model, future = self._loading.pop(info.name)
             self.served[info.name] = model
@@ -179,7 +179,7 @@ class ModelTable:
             self.served[info.name].has_loaded(info)
 
     def load_failed(self, failure: LoadFailure) -> None:
-        """A model could not be loaded, or was lost while it was served: it is served no more."""
+        """Record that the engine failed to load a model, or lost it while it was served."""
         if failure.model in self._loading:
             _, future = self._loading.pop(failure.model)
             if not future.done():
@@ -190,13 +190,13 @@ class ModelTable:
                 logger.error("%s is served no more: %s", name, failure.message)
 
     def unloaded(self, name: str) -> None:
-        """A model's memory is given back."""
+        """Record that the engine has freed a model."""
         if name in self._unloading:
             logger.info("unloaded %s", name)
             _resolve(self._unloading.pop(name)[1], None)
 
     def lost(self, error: EngineDeadError) -> None:
-        """The engine is gone: what was to be loaded has failed, what was to be unloaded is gone with it."""
+        """End all loads in progress with `error`, and all unloads as done, because the engine is gone."""
         for _, loading in self._loading.values():
             if not loading.done():
                 loading.set_exception(error)
@@ -214,7 +214,7 @@ class ModelTable:
         return Commands(start=[model.spec for model in self.served.values()], optional=optional)
 
     def left_while_started(self) -> list[str]:
-        """Return the models that an engine was started with and that were unloaded meanwhile."""
+        """Return the models that were unloaded while the engine was starting with them."""
         return sorted(self._started_with - self.served.keys())
 
 

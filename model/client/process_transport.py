@@ -1,4 +1,4 @@
-"""The process transport runs the engine loop in a child process; both send msgpack frames over a socket pair.
+"""Runs the engine loop in a child process; front and engine exchange msgpack frames over a socket pair.
 
 Frames are length-prefixed and decoded into types at both ends; nothing is pickled.
 
@@ -23,14 +23,14 @@ from triptych.model.system.child_process import ENGINE, HEADER, ConnectedChild, 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0  # for the child to end by itself
-_COPIED_BYTES = 1 << 20  # a larger frame, of pictures or audio, is written apart from its head, without a copy of it
+_COPIED_BYTES = 1 << 20  # a larger frame (pictures, audio) is written separately from its head, to save a copy
 
 
 class ProcessTransport:
     """Starts the engine process and turns its frames into calls on the front's event loop."""
 
     def __init__(self, child: ConnectedChild | None = None) -> None:
-        """`child` is an engine process that was started before, which has got no command yet."""
+        """`child` is an engine process that was started earlier and has received no command yet."""
         self._child = child
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -50,7 +50,7 @@ class ProcessTransport:
         self._read_task = asyncio.create_task(self._read(reader, on_events, on_lost))
 
     def send(self, commands: Commands) -> None:
-        """Send a frame without waiting; one to a child that has gone is lost, as `on_lost` is about to say."""
+        """Send a frame without waiting. A frame to a child that has ended is lost; `on_lost` is called soon."""
         assert self._writer is not None
         if self._writer.is_closing():  # uvloop would raise
             return

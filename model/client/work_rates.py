@@ -1,8 +1,8 @@
 """Estimates the seconds that waiting work of one model takes, from the rates of its latest steps. Stdlib only.
 
 Work is of two kinds: prefill, in tokens (of prompts, sources, texts to encode), and decode, in steps of one sequence.
-The time between two steps of the model, with what other models took of it, is divided among both kinds by tokens.
-So the estimate needs no model of the batch: where every step is mixed, it is the measured throughput.
+The time between two steps of the model, including steps of other models, is divided among both kinds by tokens.
+So the estimate needs no model of the batch: if every step is mixed, it is the measured throughput.
 
 Averages forget with `_MEMORY` seconds of work. Before anything was measured, a prior is used: the operations and bytes
 of the weights at stated rates of the device. It counts as `_PRIOR_TOKENS` and `_PRIOR_STEPS` of measured work.
@@ -40,18 +40,18 @@ class _Average:
 
 
 class WorkRates:
-    """Learns the rates of one model."""
+    """The measured rates of one model's prefill and decode."""
 
     def __init__(self) -> None:
         self.steps = 0  # with decodes
-        self._since = 0.0  # the work of the next step began
+        self._since = 0.0  # when the work of the next step began
         self._output, self._ends = _PRIOR_OUTPUT, _LEAST_ENDS
         self._prefill = self._decode = _Average(0, 0, 0)
         self._set_prior(1, 1, "cpu", 1)
         self._is_measured = False
 
     def loaded(self, info: ModelInfo) -> None:
-        """Replace the prior by that of the loaded model, unless it was measured before (by an engine that was lost)."""
+        """Replace the prior by that of the loaded model, unless an engine that was lost has measured it."""
         if not self._is_measured:
             device = "cpu" if info.device.startswith("cpu") else "gpu"
             self._set_prior(max(1, info.parameters), info.weight_bytes, device, info.max_num_seqs)
@@ -63,11 +63,11 @@ class WorkRates:
         self._decode = _Average(_PRIOR_STEPS * step, _PRIOR_STEPS, _PRIOR_STEPS * slots)
 
     def begin(self, now: float) -> None:
-        """Note that work has come and there was none."""
+        """Start the clock: work has arrived, and there was none."""
         self._since = now
 
     def observe(self, step: StepStats, now: float) -> None:
-        """Take the work of a step that has ended."""
+        """Learn from a step that has ended."""
         if not step.num_tokens:
             return
         self._is_measured = True
@@ -86,7 +86,7 @@ class WorkRates:
         self._prefill.amount += tokens
 
     def ended(self, steps: int) -> None:
-        """Take the number of decode steps that an ended sequence was there for."""
+        """Learn from an ended sequence, which took this many decode steps."""
         self._ends = min(self._ends + 1, _MOST_ENDS)
         self._output += (steps - self._output) / self._ends
 

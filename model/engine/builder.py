@@ -215,29 +215,12 @@ def assembling(
     # Before the memory of the KV pool is measured, so that it leaves out what these graphs hold.
     batches, why = yield from _recorded_batches(spec.engine, model, limits, device, checkpoint.images)
     unrecorded = {BATCHES: why}
-    encode = EncodeEngine(
-        spec.name,
-        model,
-        device,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        sentences=checkpoint.sentences,
-        images=checkpoint.images,
-        adapters=load_adapters(checkpoint.config, checkpoint.weight_files, device)
-        if checkpoint.config.adapters
-        else None,
-        graphs=batches,
-        overlap=device.type == "cuda",
-    )
+    encode = _encode_engine(spec, checkpoint, model, limits, batches)
     yield None
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
-            draft_network = drafting.model if drafting is not None else None
-            pool = measure_pool(spec.engine, model, limits, context.tokens, device, draft_network)
-            if spec.memory is not None:
-                weights = weight_bytes(model) + (weight_bytes(drafting.model) if drafting is not None else 0)
-                pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weights))
+            pool = _pool_bytes(spec, model, limits, context.tokens, drafting)
         token_bytes = draft.token_bytes if draft is not None else 0
         plan = plan_cache(spec, checkpoint.config, model.dtype, limits, pool, token_bytes)
         limits, context, cache_pools = plan.limits, plan.context, plan.described
@@ -258,6 +241,39 @@ def assembling(
     info.fallbacks, info.cache_pools = slow, cache_pools
     info.recorded_batches = len(batches.sizes) if batches is not None else 0
     return LoadedModel(info, encode, generate, rank_processes_of(model), spec.engine.model_weight)
+
+
+def _encode_engine(
+    spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, limits: BatchLimits, graphs: EncoderGraphs | None
+) -> EncodeEngine:
+    """Return the encode engine of a loaded network."""
+    adapters = None
+    if checkpoint.config.adapters is not None:
+        adapters = load_adapters(checkpoint.config, checkpoint.weight_files, model.device)
+    return EncodeEngine(
+        spec.name,
+        model,
+        model.device,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        sentences=checkpoint.sentences,
+        images=checkpoint.images,
+        adapters=adapters,
+        graphs=graphs,
+        overlap=model.device.type == "cuda",
+    )
+
+
+def _pool_bytes(
+    spec: ModelSpec, model: Transformer, limits: BatchLimits, context: int, drafting: Drafting | None
+) -> int:
+    """Return the bytes of each rank's KV cache, by free memory and within the spec's."""
+    draft = drafting.model if drafting is not None else None
+    pool = measure_pool(spec.engine, model, limits, context, model.device, draft)
+    if spec.memory is None:
+        return pool
+    weights = weight_bytes(model) + (weight_bytes(draft) if draft is not None else 0)
+    return min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weights))
 
 
 def _recorded_batches(

@@ -1,13 +1,13 @@
 """The encode engine: packed batches of inputs under a token budget, in the order of arrival, for one model.
 
 The tokens of an input are never split, since attention is bidirectional. A batch takes inputs from the front of the
-queue until the budget is used; no input overtakes another. What is more than the budget is computed some layers a
-step: on a CPU several inputs together, as products of few rows cost more per row. The vectors are the last hidden
+queue until the budget is used; no input overtakes another. Inputs beyond the budget are computed a few layers at a
+step; on a CPU several together, because products of few rows cost more per row. The vectors are the last hidden
 states of the encoder, or of the decoder in a decoder-only model. No KV cache is used. `SentenceHead` and
 `VocabularyHead` turn hidden states into results.
 
-On a GPU the host runs ahead: it packs and launches a batch while the device computes the one before, whose results are
-collected after that.
+On a GPU the host runs ahead: it packs and launches a batch while the device computes the previous one, and then
+collects the results of that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from triptych.model.network.transformer import Transformer
 from triptych.model.vision.processing import ImageProcessing
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
-_PAUSED_TOKENS = 256  # of inputs that are computed some layers a step together; more rows cost hardly less per row
+_PAUSED_TOKENS = 256  # of inputs that pause together; more rows cost hardly less per row
 
 
 class EncodeEngine:
@@ -84,7 +84,7 @@ class EncodeEngine:
         self._graphs = graphs
         self._overlap = overlap
         self._waiting: deque[EncodeRequest] = deque()
-        self._are_several = False  # tenants that wait
+        self._are_several = False  # several tenants have waiting inputs
         self._background: deque[EncodeRequest] = deque()  # computed in steps of their own
         self._batch: list[EncodeRequest] = []  # the inputs being launched or collected; empty between steps
         self._pending: LaunchedBatch | None = None
@@ -153,7 +153,7 @@ class EncodeEngine:
         return self.abort_all([Abort(self.name, request_id, None, reason)])
 
     def abort_all(self, aborts: Sequence[Abort]) -> list[EncodeOutput]:
-        """Drop what is named, in one pass over the inputs."""
+        """Drop the named inputs in one pass."""
         if not self._waiting and not self._background and self._paused is None:
             return []
         reasons = {abort.request_id: abort.reason for abort in aborts}
@@ -210,7 +210,7 @@ class EncodeEngine:
         return outputs + collected, stats
 
     def _takes_background(self, budget: StepBudget) -> bool:
-        """Whether a step computes background inputs: they never share one with others."""
+        """Return whether a step computes background inputs, which never share a step with others."""
         if budget.background is None:
             return not (self._waiting or self._paused)
         return budget.background
@@ -230,7 +230,7 @@ class EncodeEngine:
         return outputs, StepStats(self.name, "encode", now - began, tokens, len(outputs), num_whole_tokens=tokens)
 
     def _pauses(self, budget: StepBudget) -> bool:
-        """Whether the layers of what comes next are divided over steps, as it has more tokens than the budget."""
+        """Return whether the next inputs exceed the budget, so that their layers are divided over steps."""
         most = budget.whole_tokens if self._waiting and self.model.can_pause else None
         if most is None:
             return False
@@ -239,11 +239,11 @@ class EncodeEngine:
         )
 
     def _most_paused(self, budget: int) -> int:
-        """Return how many tokens to divide over steps together, so that one layer of them is within the budget."""
+        """Return the most tokens of inputs that pause together: one layer of them must be within the budget."""
         return 0 if self._overlap else min(budget * self._num_layers, _PAUSED_TOKENS, self.max_num_batched_tokens)
 
     def _next_paused(self, budget: int) -> list[EncodeRequest]:
-        """Remove inputs of one path to divide over steps, at least one, from the front of the queue."""
+        """Remove the inputs to pause, at least one and all of one path, from the front of the queue."""
         first, left = self._waiting[0], self._most_paused(budget)
         batch: list[EncodeRequest] = []
         while self._waiting and len(batch) < self.max_num_seqs:
@@ -261,7 +261,7 @@ class EncodeEngine:
     ) -> tuple[list[EncodeOutput], StepStats]:
         """Compute as many layers of the paused inputs as the budget allows, at least one.
 
-        If that breaks, each input is computed alone, all of its layers.
+        If that raises, each input is computed alone and whole.
         """
         assert self._paused is not None
         paused = self._paused
@@ -363,14 +363,14 @@ class EncodeEngine:
         return self.model.decode(inputs) if self.model.encoder is None else self.model.encode(inputs)
 
     def _by_vision(self, request: EncodeRequest) -> bool:
-        """Whether the stack for images reads an input."""
+        """Return whether the stack for images reads an input."""
         return request.source.kind is SourceKind.IMAGE and self.model.vision is not None
 
     @torch.inference_mode()
     def _run_layers(self, paused: PausedBatch, budget: int | None) -> tuple[list[EncodeResult], int]:
         """Compute as many layers as a budget of tokens allows; return the results, if they were the last ones.
 
-        Results are those of the inputs that are not answered. Also return how many layers were computed.
+        Results are only those of unanswered inputs. Also return how many layers were computed.
         """
         stack_pass = paused.stack_pass
         if stack_pass is None:
@@ -392,7 +392,7 @@ class EncodeEngine:
         return self._results([one for one, _ in left], [states for _, states in left]), layers
 
     def _decoded(self, batch: Sequence[EncodeRequest], hidden: list[Tensor]) -> list[Tensor]:
-        """Replace the encoder's states by the decoder's where a classifier reads those; the decoder reads the input."""
+        """Replace the encoder's states by the decoder's if a classifier reads them; the decoder reads the input too."""
         at = [index for index, request in enumerate(batch) if self._reads_decoder(request)]
         if at:
             requests = [batch[index] for index in at]
@@ -408,7 +408,7 @@ class EncodeEngine:
     def _decoder_input(
         self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
     ) -> tuple[StackInput, CrossInput]:
-        """Return what the decoder begins with and the inputs without their last tokens, and the encoder's states."""
+        """Return the decoder's input: a first token, then the input without its last one; and the encoder's states."""
         shifted = [(self._begin(ids), *ids[:-1]) for ids in (request.source.token_ids for request in requests)]
         lengths = tuple(map(len, shifted))
         metadata = AttentionMetadata(lengths, lengths, causal=False, device=self.device)
@@ -443,14 +443,14 @@ class EncodeEngine:
         return with_unread_rows(inputs, lengths, self.device)
 
     def _lora_runs(self, batch: Sequence[EncodeRequest]) -> AdapterRuns | None:
-        """Return which rows of the inputs have which adapter; None if none has one."""
+        """Return the adapters of the inputs' rows; None if no input has one."""
         found = (self.model.lora.get(one.model) for one in batch)
         return AdapterRuns.of_segments(found, map(self._length, batch))
 
     def _results(self, batch: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
-        """Turn the inputs' hidden states `[L, d]` into the results of their tasks; what can be shared is computed once.
+        """Turn the inputs' hidden states `[L, d]` into the results of their tasks.
 
-        Products with the vocabulary are those of all inputs together.
+        Products with the vocabulary are computed for all inputs together.
         """
         results: dict[int, EncodeResult] = {}
         for tasks, compute in (
@@ -472,5 +472,5 @@ _PLAIN = (False, False)  # without unread tokens and adapter
 
 
 def _path(request: EncodeRequest) -> tuple[bool, bool, SourceKind]:
-    """Return what decides how layers are computed: inputs that differ in it are computed as if they were alone."""
+    """Return the way an input's layers are computed; a batch has inputs of one path only."""
     return request.unread > 0, request.adapter is not None, request.source.kind

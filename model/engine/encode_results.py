@@ -1,4 +1,4 @@
-"""Batches of inputs to encode that are not done: those that pause, and those whose results are on their way."""
+"""Unfinished batches of inputs to encode: those that pause between layers, and those whose results are in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triptych.model.system.devices import HostCopies
 
 
 class ArrivingResults:
-    """The results of inputs that were computed together, being copied to the host together."""
+    """The results of a batch, on their way to the host in one copy."""
 
     def __init__(self, results: Sequence[EncodeResult]) -> None:
         parts = [part for one in results for part in (one.values, one.indices) if part is not None]
@@ -37,7 +37,7 @@ class ArrivingResults:
 class LaunchedBatch:
     """A batch in flight: the device may still be computing it."""
 
-    parts: Sequence[tuple[Sequence[EncodeRequest], ArrivingResults | None]]  # None: these inputs broke
+    parts: Sequence[tuple[Sequence[EncodeRequest], ArrivingResults | None]]  # None: these inputs failed
     began: float
     num_tokens: int
 
@@ -64,7 +64,7 @@ class PausedBatch:
     began: float
     stack_pass: StackPass | None = None  # None: not begun
     decodes: bool = False  # the encoder is done, the layers are the decoder's
-    dropped: set[int] = field(default_factory=set)  # ids of requests that are answered already
+    dropped: set[int] = field(default_factory=set)  # `id`s of requests that are answered already
 
     @property
     def num_tokens(self) -> int:

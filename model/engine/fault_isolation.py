@@ -1,4 +1,10 @@
-"""Retries the parts of a failed batch one by one, so that only the request that causes the fault fails. No torch."""
+"""Retries the parts of a failed batch one by one, so that only the request that causes the fault fails. No torch.
+
+So a batch that was too large for the memory succeeds in parts, too. A part writes the same values to the same KV slots
+as the whole batch did, so running it again is safe. If every part raises, `probe` runs the smallest possible forward
+pass; if that raises too, the model is lost. An exception outside a batch, in one model's bookkeeping, ends that model's
+sequences (`GenerateEngine.recover`), unless it happens too often (`FaultLimit`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +15,6 @@ from typing import TypeVar
 
 from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence, SchedulerOutput
 from triptych.model.engine.scheduling.sequence import SequenceState
-
-# -- Fault isolation retries the parts of a failed batch one by one. Stdlib only. A step that raises is run again part
-# by part. So a request on which the model raises fails alone, and a batch that was too large for the memory succeeds in
-# parts. A part writes the same values to the same KV slots as the whole batch did, so running it again is safe. If
-# every part raises, `probe` runs the smallest possible forward pass; if that raises too, the model is lost. An
-# exception outside a batch, in one model's bookkeeping, ends that model's sequences (`Engine.recover`), unless it
-# happens too often (`FaultLimit`).
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")

@@ -88,7 +88,7 @@ def _generate(generate: GenerateEngine, config: ModelConfig, max_tokens: int) ->
             raise RuntimeError(output.error or "the log says why")
         if any(math.isnan(one.logprob) for one in output.logprobs or ()):
             raise ArithmeticError("its logits are not finite")
-    generate.block_manager.forget()
+    generate.block_manager.clear_cache()
 
 
 def _outputs(generate: GenerateEngine) -> Work[list[TokenOutput]]:

@@ -151,22 +151,11 @@ def build_generate_engine(
     )
     num_states = plan.states.num_slots if plan.states is not None else 0
     cache = _cache(model, spec.engine, [pool.num_pages for pool in plan.pools], num_states, device)
-    overlap, reads = _overlaps(config, device), config.encoder
-    pictures, rows = None, 0
+    overlap, pictures = _overlaps(config, device), None
     if config.pictures is not None:
         assert checkpoint.pictures is not None
-        reads, rows = config.pictures.tower, picture_rows(checkpoint, plan.limits)
-        pictures = PictureStore(model, checkpoint.pictures, rows)
-    # A GPU encodes a whole source at once: that takes about as long as a step.
-    parts = reads.num_layers if reads is not None and model.can_pause and not overlap else 1
-    scheduler = Scheduler(
-        block_manager,
-        plan.limits.max_num_seqs,
-        plan.limits.max_num_batched_tokens,
-        parts,
-        rows,
-        both_ways=config.pictures is not None and config.pictures.both_ways,
-    )
+        pictures = PictureStore(model, checkpoint.pictures, picture_rows(checkpoint, plan.limits))
+    scheduler = _scheduler(checkpoint, model, block_manager, plan.limits, whole_sources=overlap)
     graphs, mixed, stack = None, None, model.decoder.config if model.decoder is not None else None
     why = unrecordable(spec.engine, stack, model.backend, model.dtype, device, model.linear.faults)
     unrecorded = {DECODE_STEPS: why}
@@ -192,6 +181,22 @@ def build_generate_engine(
         num_speculative_tokens=spec.engine.num_speculative_tokens,
         draft_context=drafting.context if drafting is not None else None,
         adapters=model.lora,
+    )
+
+
+def _scheduler(
+    checkpoint: Checkpoint, model: Transformer, block_manager: BlockManager, limits: BatchLimits, *, whole_sources: bool
+) -> Scheduler:
+    """`whole_sources`: each source is encoded in one step, which on a GPU takes about as long as another step."""
+    pictures = checkpoint.config.pictures
+    reads = pictures.tower if pictures is not None else checkpoint.config.encoder
+    return Scheduler(
+        block_manager,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        encoder_layers=reads.num_layers if reads is not None and model.can_pause and not whole_sources else 1,
+        picture_rows=picture_rows(checkpoint, limits),
+        both_ways=pictures is not None and pictures.both_ways,
     )
 
 

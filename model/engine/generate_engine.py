@@ -154,7 +154,7 @@ class GenerateEngine:
         return self.abort_all([Abort(self.name, request_id, index, reason)])
 
     def abort_all(self, aborts: Sequence[Abort]) -> list[TokenOutput]:
-        """End what is named, in one pass over the sequences: thousands of waiting clients may disconnect together."""
+        """End the named sequences in one pass: thousands of waiting clients may disconnect together."""
         named: dict[str, list[Abort]] = {}
         for abort in aborts:
             named.setdefault(abort.request_id, []).append(abort)
@@ -191,7 +191,7 @@ class GenerateEngine:
         return outputs
 
     def check_deadlines(self) -> list[TokenOutput]:
-        """End the sequences whose deadline has passed, and make those ready whose grammars are compiled."""
+        """End the sequences whose deadline has passed, and give others their compiled grammars."""
         self._end_expired(time.monotonic())
         self._attach_grammars()
         return self._take_outputs()
@@ -228,7 +228,7 @@ class GenerateEngine:
         return self._take_outputs(), stats
 
     def _encode_ahead(self, ahead: LayersAhead) -> None:
-        """Compute some layers of a source; a fault there is met again, and isolated, where its sequence begins."""
+        """Compute some layers of a source; if that fails, a later step encodes it whole and isolates the fault."""
         try:
             self.runner.encode_ahead(ahead.source, ahead.layers, ahead.model)
         except Exception:
@@ -246,7 +246,7 @@ class GenerateEngine:
                 unwritten.update(*(self.block_manager.forget_unwritten(step.sequence) for step in steps))
                 self._end_all([step.sequence for step in steps], FinishReason.ERROR)
             elif unwritten and any(uses_any(step.sequence, unwritten) for step in steps):
-                self.scheduler.preempt(steps[0].sequence)  # it shares blocks that a failed sequence was to fill
+                self.scheduler.preempt(steps[0].sequence)  # it shares blocks that a failed sequence did not fill
             else:
                 for step in steps:
                     step.sequence.num_computed_tokens = step.stop
@@ -339,13 +339,11 @@ class GenerateEngine:
     def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> None:
         """Append the sampled tokens to their sequences, cache full blocks and advance complete beam searches."""
         searches: dict[int, Beams] = {}
-        block_size = self.block_manager.block_size
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
             # Placeholders after this token's position belong to steps that were launched ahead.
             ahead = sequence.drop_placeholders(step.stop) if token is not None else 0
-            if sequence.num_computed_tokens // block_size > sequence.num_offered_blocks:
-                self.block_manager.prefixes.cache_full_blocks(sequence)
+            self._cache_full_blocks(sequence)
             if token is not None and beams is not None:
                 if sequence.status is not SequenceStatus.RUNNING or sequence not in beams.members:
                     continue  # its search was preempted or advanced while the step was pending
@@ -435,7 +433,7 @@ class GenerateEngine:
             self.scheduler.remove(sequence)
 
     def _attach_grammars(self) -> None:
-        """Make those ready whose grammars are compiled; end those whose grammar failed to compile."""
+        """Give sequences their compiled grammars; end those whose grammar failed to compile."""
         for sequences, error in self.compiling.attach():
             self._end_all(sequences, FinishReason.ERROR, error)
 

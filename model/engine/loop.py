@@ -3,7 +3,7 @@
 `StepPacer` chooses the engine and its budget. The loop runs in a thread or as the main loop of a child process; it
 handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
 that model's sequences and resets the engine. A model with too many of them (`MAX_FAULTS`), or one that fails its
-smallest forward pass, is lost: it is served no more if another model still computes. Else the loop ends with a
+smallest forward pass, is lost: it is removed if another model still works. Otherwise the loop ends with a
 `failure` frame.
 
 Models come and go while others are served (`triptych.model.engine.models`).
@@ -78,7 +78,7 @@ class EngineLoop:
     """Runs the engines of all models of one process, connected to the front by one channel."""
 
     def __init__(self, channel: Channel, on_loaded: Callable[[], object] = lambda: None) -> None:
-        """`on_loaded` is called when the models of the start are loaded, before the front is told."""
+        """`on_loaded` is called once the first models are loaded, before the front learns of it."""
         self.channel = channel
         self._on_loaded = on_loaded
         self.models = EngineModels()
@@ -116,7 +116,7 @@ class EngineLoop:
                 self._send(events)
 
     def _round(self, timeout: float) -> float | None:
-        """Take commands, step an engine and send what came of it; return the seconds of the step.
+        """Receive commands, step an engine and send its events; return the seconds of the step.
 
         With nothing to do it waits for commands, at most `timeout` seconds, and returns None if none have come. Raises
         `_ClosedError` after the command to close.
@@ -190,7 +190,7 @@ class EngineLoop:
             self.models.begin_load(spec)
 
     def _start(self, specs: Iterable[ModelSpec], optional: set[str], events: Events) -> None:
-        """Load models before any is served; raises what prevents it, but for those that the front can do without."""
+        """Load models before any is served; raises what a load raises, unless the model is optional."""
         for spec in specs:
             try:
                 model = self.models.load_now(spec)
@@ -205,7 +205,7 @@ class EngineLoop:
         events.ready = True
 
     def _add(self, model: LoadedModel) -> None:
-        """Let a loaded model compute; an adapter is computed by its base's engines."""
+        """Add the engines of a loaded model; an adapter uses those of its base."""
         if model.adapter is not None:
             return
         name = model.name
@@ -217,7 +217,7 @@ class EngineLoop:
             pacer.add(name, model.weight, least)
 
     def _unload(self, name: str, events: Events) -> None:
-        """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
+        """End a model's requests and free it, or stop loading it; an unknown name counts as unloaded."""
         if self.models.give_up(name):
             return
         model = self.models.get(name)
@@ -230,7 +230,7 @@ class EngineLoop:
             self._remove(model)
 
     def _remove(self, model: LoadedModel) -> None:
-        """Compute nothing more for a model, and free it."""
+        """Remove a model's engines, and free the model."""
         if model.adapter is not None:
             self.models.free(model)
             return
@@ -258,7 +258,7 @@ class EngineLoop:
                     events.tokens += model.generate.abort_all(named)
 
     def _step(self, events: Events) -> None:
-        """Step the engine whose turn it is; check deadlines and compiled grammars of all engines from time to time."""
+        """Step the engine whose turn it is; check all engines for deadlines and compiled grammars at intervals."""
         began = time.monotonic()
         busy = {key: engine for key, engine in self._engines.items() if engine.has_work}
         has_background = any(engine.has_background for engine in busy.values())
@@ -312,7 +312,7 @@ class EngineLoop:
     def _isolate_faults(self, model: LoadedModel, events: Events) -> Iterator[None]:
         """On an exception in the block, end this model's requests and reset its engines; other models continue.
 
-        A model that does not compute any more, or breaks too often, is lost.
+        A model that fails too often, or fails its smallest forward pass, is lost.
         """
         try:
             yield
@@ -326,7 +326,7 @@ class EngineLoop:
                 self._lose(model, error, events)
 
     def _lose(self, model: LoadedModel, error: Exception, events: Events) -> None:
-        """Serve a broken model no more; raises `error` if no other model computes, so that the process is replaced."""
+        """Remove a broken model; raises `error` if no other model works, so that the process is replaced."""
         others = [one for one in self.models if one.engine_name != model.engine_name]
         if not any(map(_computes, others)):
             raise error

@@ -47,21 +47,7 @@ def describe_model(
 ) -> ModelInfo:
     """Return the description of a loaded model; the caller fills in `load_seconds`."""
     config = checkpoint.config
-    device = model.device
-    dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
-    kept_in_fp8 = model.linear.fp8 is not None and any(map(keeps, stored_formats(config)))
-    in_integers = selection.library is not None or model.linear.integers is not None
-    if spec.engine.quantization != "none":
-        dtype = spec.engine.quantization
-        reason = "the checkpoint stores it so" if dtype == checkpoint.quantization else "asked for"
-    elif kept_in_fp8:
-        dtype, reason = "fp8", "the checkpoint stores it so"
-    elif in_integers and (kept := _kept(config, kept_as_stored)):
-        dtype, reason = kept, "the checkpoint stores it so"
-    elif in_integers and (kept := _kept(config, nearest_kept)):
-        dtype, reason = kept, f"the nearest to {_names(config)}, as the checkpoint stores it"
-    elif config.stored_as:
-        reason += f"; stored as {_names(config)}"
+    dtype, dtype_reason = _number_format(spec.engine, checkpoint, model, selection)
     why = selection.reason
     if selection.backend.name == "native":
         why += "".join(f"; torch computes the {name}: {told}" for name, told in stacks_of_torch(config).items())
@@ -72,8 +58,8 @@ def describe_model(
         parameters=sum(parameters_by_part(config).values()),
         weight_bytes=weight_bytes(model),
         dtype=dtype,
-        dtype_reason=reason,
-        device=str(device),
+        dtype_reason=dtype_reason,
+        device=str(model.device),
         attention_backend=selection.backend.name,
         attention_reason=why,
         max_model_len=context.tokens,
@@ -99,6 +85,26 @@ def describe_model(
         memory_bytes=_memory_bytes(spec.engine, model, generate),
         threads=torch.get_num_threads(),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
+    )
+
+
+def _number_format(
+    engine: EngineConfig, checkpoint: Checkpoint, model: Transformer, selection: Selection
+) -> tuple[str, str]:
+    """Return the number format of most projections, and why it is this one."""
+    config, stored = checkpoint.config, "the checkpoint stores it so"
+    in_integers = selection.library is not None or model.linear.integers is not None
+    if engine.quantization != "none":
+        return engine.quantization, stored if engine.quantization == checkpoint.quantization else "asked for"
+    if model.linear.fp8 is not None and any(map(keeps, stored_formats(config))):
+        return "fp8", stored
+    if in_integers and (kept := _kept(config, kept_as_stored)):
+        return kept, stored
+    if in_integers and (kept := _kept(config, nearest_kept)):
+        return kept, f"the nearest to {_names(config)}, as the checkpoint stores it"
+    reason = choose_dtype(engine.dtype, config, model.device).reason
+    return str(model.dtype).removeprefix("torch."), reason + (
+        f"; stored as {_names(config)}" if config.stored_as else ""
     )
 
 

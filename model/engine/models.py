@@ -1,7 +1,7 @@
-"""Owns the models of one engine process: loads them, holds them, and frees them.
+"""Owns the models of one engine process: loads, keeps and frees them.
 
-A model is loaded and freed in parts between the steps of others (`background_jobs`). One that is loaded joins the
-others between two steps; one that cannot be loaded changes nothing.
+A model is loaded and freed in parts between the steps of others (`background_jobs`). A loaded model joins the
+others between two steps; a failed load changes nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from triptych.model.engine.builder import LoadedModel, load, load_lora
 
 
 class EngineModels:
-    """Holds the models that are loaded, those that are being loaded, and those that are being freed."""
+    """The loaded models, and the jobs that load and free others."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, LoadedModel] = {}
         self._jobs = BackgroundJobs()
 
     def __iter__(self) -> Iterator[LoadedModel]:
-        """Iterate over the loaded models; they may go meanwhile."""
+        """Iterate over the loaded models; the caller may remove some meanwhile."""
         return iter(list(self._loaded.values()))
 
     def __getitem__(self, name: str) -> LoadedModel:
@@ -31,27 +31,22 @@ class EngineModels:
         """Return a loaded model."""
         return self._loaded.get(name)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the loaded models."""
-        return list(self._loaded)
-
     def load_now(self, spec: ModelSpec) -> LoadedModel:
-        """Load a model before any is served; raises what prevents it."""
+        """Load a model at once, before any is served; raises what the load raises."""
         model = load(spec) if spec.adapter_of is None else load_lora(spec, self.get(spec.adapter_of))
-        self._hold(model)
+        self._add(model)
         return model
 
     def begin_load(self, spec: ModelSpec) -> None:
-        """Load a model between steps, after those that wait already."""
+        """Load a model between steps, after the loads that already wait."""
         self._jobs.add(LoadJob(spec, self.get))
 
     def give_up(self, name: str) -> bool:
-        """Stop loading a model; False if it is neither loaded nor waits to be."""
+        """Stop loading a model; returns False if no load of it runs or waits."""
         return self._jobs.give_up(name)
 
     def free(self, model: LoadedModel) -> None:
-        """Hold a model no more, and free it between steps, with its adapters."""
+        """Remove a model with its adapters, and free it between steps."""
         for one in self if model.adapter is None else ():
             if one.info.adapter_of == model.name:
                 del self._loaded[one.name]
@@ -67,10 +62,10 @@ class EngineModels:
         return self._jobs.timeout(most)
 
     def work(self, seconds: float | None) -> Iterator[tuple[LoadedModel | None, Events]]:
-        """Load and free after a round with `seconds` of steps, None: without any.
+        """Continue loads and frees after a round whose steps took `seconds`; None: it had none.
 
-        Yield what to tell the front about each model that has come, failed to come, or gone; with the model that has
-        come.
+        Yield the events of each model that was loaded, failed to load, or was freed; together with the model if it was
+        loaded.
         """
         for job in self._jobs.run(seconds):
             result = job.take_result() if isinstance(job, LoadJob) else None
@@ -82,21 +77,21 @@ class EngineModels:
                 yield None, Events(unloaded=[job.name])
 
     def _take(self, model: LoadedModel) -> tuple[LoadedModel | None, Events]:
-        """Hold what was loaded, unless it is an adapter of a model that is gone."""
+        """Add a loaded model, unless it is an adapter of a model that is gone."""
         base = self.get(model.info.adapter_of)
         if model.adapter is not None and (base is None or base.encode is not model.encode):
             message = f"{model.name}: its base model {model.info.adapter_of} was unloaded"
             return None, Events(load_failures=[LoadFailure(model.name, FailureKind.CONFIG, message)])
-        self._hold(model)
+        self._add(model)
         return model, Events(loaded=[model.info])
 
-    def _hold(self, model: LoadedModel) -> None:
+    def _add(self, model: LoadedModel) -> None:
         self._loaded[model.name] = model
         if model.adapter is not None:
             model.encode.model.lora[model.name] = model.adapter
 
     def close(self) -> None:
-        """End what is being loaded, and free all models."""
+        """Stop all loads, and free all models."""
         self._jobs.close()
         for model in self._loaded.values():
             model.close()

@@ -68,7 +68,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
             while generate.has_work:
                 generate.step()
                 yield None
-        generate.block_manager.forget()
+        generate.block_manager.clear_cache()
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
 
 

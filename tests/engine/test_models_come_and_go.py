@@ -268,7 +268,7 @@ async def test_an_unload_during_a_restart_holds(monkeypatch: pytest.MonkeyPatch)
         await until(lambda: len(loops) == 2)
         await engine.unload(OTHER)
         await until(lambda: engine.health().ready)
-        await until(lambda: set(loops[1].models.names) == {LLAMA})
+        await until(lambda: {model.name for model in loops[1].models} == {LLAMA})
 
 
 @async_test

@@ -279,6 +279,6 @@ def test_prompts_computed_together_get_what_one_gets_alone_to_the_last_bit(kind:
             found.setdefault(place + 10 * count, []).extend(output.logprobs or ())
             cached[place + 10 * count] = max(cached.get(place + 10 * count, 0), output.cached_tokens)
         assert llm._generate is not None
-        llm._generate.block_manager.forget()
+        llm._generate.block_manager.clear_cache()
     assert all(scores == found[10] for scores in found.values())
     assert [cached[place] for place in range(50, 55)] == ([0, 36, 36, 36, 36] if kind != "bart" else [0] * 5)

@@ -213,7 +213,7 @@ def play(engine: GenerateEngine, requests: list[Request], chance: random.Random)
 
 
 def play_alone(engine: GenerateEngine, request: Request) -> list[TokenOutput]:
-    engine.block_manager.forget()
+    engine.block_manager.clear_cache()
     engine.add(request)
     outputs = list[TokenOutput]()
     while engine.has_work:

@@ -123,7 +123,7 @@ def of_each_way(kind: str) -> list[Request]:
 def generated(model: LoadedModel, requests: Iterable[Request]) -> dict[tuple[str, int], list[object]]:
     engine, outputs = model.generate, list[TokenOutput]()
     assert engine is not None
-    engine.block_manager.forget()
+    engine.block_manager.clear_cache()
     for one in requests:
         engine.add(one)
     while engine.has_work:

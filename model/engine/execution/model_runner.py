@@ -25,7 +25,7 @@ from triptych.model.engine.execution.batch import BatchLayout, pack
 from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs
-from triptych.model.engine.execution.pictures import PictureStore, key_ends, picture_parts, turn_positions
+from triptych.model.engine.execution.pictures import PictureStore, fill_positions, key_ends, picture_parts
 from triptych.model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from triptych.model.engine.execution.step_logits import StepLogits, needed_rows
 from triptych.model.engine.execution.step_program import StepPlan, StepProgram
@@ -125,7 +125,7 @@ class ModelRunner:
         mixed_graphs: MixedGraphs | None = None,
         pictures: PictureStore | None = None,
     ) -> None:
-        """`unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be. `pictures`
+        """`unrecorded`: why some steps are not CUDA graphs, by name; empty: they are, or need not be. `pictures`
         are those of prompts, if the model reads any."""
         self.model = model
         self.cache = cache
@@ -228,7 +228,7 @@ class ModelRunner:
             mixed = self.mixed_graphs.fitted(steps, uneven=uneven)
             layout = self.mixed_graphs.layout(mixed, layout) if mixed is not None else layout
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
-        coordinates = self._turn(row, layout, steps) if shown else None
+        coordinates = self._coordinates(row, layout, steps) if shown else None
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
         slices, probed = (list(prompt_slices(steps)), list(probed_rows(steps))) if asked else ([], [])
@@ -256,17 +256,16 @@ class ModelRunner:
         )
         return plan, slices, probed
 
-    def _turn(self, row: Tensor, layout: BatchLayout, steps: Rows[ScheduledSequence]) -> Tensor | None:
-        """Put the positions of prompts with pictures into a packed step; return their coordinates if they differ."""
+    def _coordinates(self, row: Tensor, layout: BatchLayout, steps: Rows[ScheduledSequence]) -> Tensor | None:
+        """Write the positions of prompts with pictures into a packed step; return the coordinates, if there are any."""
         config = self.model.config
-        assert config.decoder is not None
         assert config.pictures is not None
-        if not any(rotary.sections for rotary in config.decoder.rotaries):
+        if not any(rotary.sections for rotary in config.decoder_stack.rotaries):
             return None
-        return turn_positions(layout.split(row).positions.numpy(), steps, config.pictures.patches)
+        return fill_positions(layout.split(row).positions.numpy(), steps, config.pictures.patches)
 
     def _adapters(self, steps: Rows[ScheduledSequence]) -> AdapterRuns | None:
-        """Return which rows have which adapter; None if none has one."""
+        """Return the adapters of a step's rows; None if no sequence has one."""
         found = self.model.lora
         if not found:
             return None
@@ -323,9 +322,7 @@ class ModelRunner:
         return Launched(all_steps, places, tokens, arriving, forced, logprobs, candidates, masked, aligned)
 
     def _align(self, sequence: SequenceState) -> list[int]:
-        decoder = self.model.config.decoder
-        assert decoder is not None
-        return align(sequence, self.cache, decoder)
+        return align(sequence, self.cache, self.model.config.decoder_stack)
 
     def _candidates(
         self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: StepLogits
@@ -422,7 +419,7 @@ def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
 
 
 def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
-    """Yield which state slots the rows of a step read and write, one span for each state that is kept.
+    """Yield the spans of rows of a step with the state slots that they read and write, one for each kept state.
 
     There may be slots for more drafts than were proposed.
     """

@@ -165,7 +165,7 @@ class Coordinates:
         return cls(found, place - position)
 
 
-def turn_positions(
+def fill_positions(
     positions: NDArray[np.int64], steps: Sequence[ScheduledSequence], patches: PatchConfig
 ) -> Tensor | None:
     """Put the positions of sequences with pictures into a packed step's `positions` `[T]`, in place.

@@ -47,24 +47,24 @@ class StepPlan:
 
     layout: BatchLayout
     row: Tensor  # int64, as `layout` divides it
-    num_segments: int  # without padding; the layout of a replayed step may have more
+    num_segments: int  # without the padding that a replayed step may have
     replayed: bool  # from a recorded graph
-    num_known: int = 0  # tokens that the previous step sampled, if this one needs any of them
-    uneven: bool = False  # a few of the decoding sequences have nearly all keys
+    num_known: int = 0  # tokens sampled by the previous step, if this one needs any of them
+    uneven: bool = False  # a few decoding sequences have nearly all keys
     logit_rows: tuple[int, ...] | None = None  # rows of hidden states that need logits; None: all
     copies: tuple[tuple[int, int, int], ...] = ()  # pool, target and source of each block to copy first
     sources: tuple[Source, ...] = ()  # to encode first
     source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
     scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that score prompts
     states: tuple[tuple[int, int, int, int], ...] = ()  # the fields of each `StateSpan` of recurrent layers
-    needed: bytes = b""  # what the sampler needs of each row of logits (`step_logits`)
-    kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
+    needed: bytes = b""  # the part of each row of logits that the sampler needs (`step_logits`)
+    kept_layers: tuple[int, ...] = ()  # layers whose queries of cross attention are kept; on one rank only
     mixed: MixedStep | None = None  # the recorded step with prompts to replay; on one rank only
     adapters: AdapterRuns | None = None  # of the rows; on one rank only
     source_adapters: tuple[LoraAdapter | None, ...] = ()  # of each source; empty: none has one
-    pictures: tuple[PicturePart, ...] = ()  # whose rows take the place of tokens' vectors; on one rank only
-    coordinates: Tensor | None = None  # [3, T] of positions, where they differ; on one rank only
-    key_ends: Tensor | None = None  # [T] how many keys each row sees, where it is not those up to itself; likewise
+    pictures: tuple[PicturePart, ...] = ()  # whose rows replace tokens' vectors; on one rank only
+    coordinates: Tensor | None = None  # [3, T] positions of rows, if these have coordinates; on one rank only
+    key_ends: Tensor | None = None  # [T] keys that each row sees, if not those up to itself; on one rank only
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -290,9 +290,7 @@ class StepProgram:
 
     def _queries(self, layer: int, rows: int) -> Tensor:
         """Allocate memory for a layer's queries of cross attention."""
-        decoder = self._model.config.decoder
-        assert decoder is not None
-        cross = decoder.layers[layer].cross
+        cross = self._model.config.decoder_stack.layers[layer].cross
         assert cross is not None
         return torch.empty(rows, cross.num_heads, cross.head_dim, device=self._cache.device)
 

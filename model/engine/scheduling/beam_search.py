@@ -1,4 +1,4 @@
-"""Beam search over one request: which continuations live on, which are finished, when to stop. Policy only, no torch.
+"""Beam search for one request: chooses the next beams, collects hypotheses, decides when to stop. No torch.
 
 Candidates of all beams compete by their summed log-probability; the best that do not end go on, those that end among
 the first `num_beams` become hypotheses, compared by `sum / length ** length_penalty` (Wu et al. 2016).
@@ -39,7 +39,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the likeliest continuations are looked at: enough that `num_beams` of them do not end."""
+        """The number of candidates: enough that at least `num_beams` of them do not end."""
         return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
     def advance(
@@ -48,9 +48,9 @@ class BeamSearch:
         outputs: Sequence[Sequence[int]],
         log_masses: Sequence[float] | None = None,
     ) -> list[tuple[int, int]]:
-        """The next running beams as (beam continued, token), best first, from each beam's candidates and output.
+        """Return the next running beams as (continued beam, token), best first, from each beam's candidates and output.
 
-        `log_masses` are logsumexps of what bans and rules left of each beam's log-probabilities; None: all is left.
+        `log_masses`: of each beam, logsumexp of the log-probabilities of allowed tokens; None: all tokens are allowed.
         """
         if not any(logprob > float("-inf") for found in candidates for _, logprob in found):
             self.done = True  # nothing can follow any of them
@@ -87,7 +87,7 @@ class BeamSearch:
         return len(self.finished) == self.num_beams
 
     def _is_over(self, length: int) -> bool:
-        """Whether no running beam can beat the worst hypothesis, by the most hopeful length."""
+        """Return whether no running beam can beat the worst hypothesis at its most favourable length."""
         if not self._is_full:
             return False
         if self.early_stopping is True:
@@ -96,7 +96,7 @@ class BeamSearch:
         return self.scores[0] / (hopeful + self.num_forced) ** self.length_penalty <= self.finished[-1].score
 
     def best(self, outputs: Sequence[Sequence[int]]) -> list[Hypothesis]:
-        """What there is by now: hypotheses, or else the running beams as they are."""
+        """Return the hypotheses so far; without any, the running beams as they are."""
         if self.finished:
             return self.finished
         running = zip(self.scores, outputs, self.cumulative_logprobs, strict=True)

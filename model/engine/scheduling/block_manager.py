@@ -1,6 +1,6 @@
 """Allocates KV cache blocks to sequences and finds blocks that can be shared. No tensors.
 
-`can_allocate` only checks. `allocate` cannot fail after `can_allocate` said yes. `free` is the only way back.
+`can_allocate` only checks; after it has returned True, `allocate` cannot fail. `free` returns a sequence's blocks.
 
 Layers with the same window share a pool (`BlockPool`). A sequence has one block table in each pool: block i holds the
 tokens [i * block_size, (i + 1) * block_size). A second table holds the cross keys and values of its source. Tables are
@@ -38,7 +38,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockManager:
-    """The pools of one model and the tables of its sequences; the first pool is that which reads furthest back."""
+    """The pools of one model, and the tables of its sequences. Layers of the first pool read furthest back."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class BlockManager:
         )
 
     def reset(self) -> None:
-        """Make every block free, whatever has it: only after what the sequences say can no longer be believed."""
+        """Free every block, whichever tables it is in: an exception may have left tables and counts in disagreement."""
         for pool in self._all_pools:
             pool.reset()
         self._sources.reset()
 
     @property
     def _all_pools(self) -> tuple[BlockPool, ...]:
-        """Of blocks, and of states."""
+        """The pools of blocks, and that of states."""
         return self.pools if self._states is None else (*self.pools, self._states.pool)
 
     @property
@@ -85,7 +85,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Of the first pool, as the next two."""
+        """The blocks of the first pool; `num_free` and `num_cached` are of this pool too."""
         return self.pools[0].num_blocks
 
     @property
@@ -107,17 +107,17 @@ class BlockManager:
 
     @property
     def num_states(self) -> int:
-        """Slots for the states of recurrent layers."""
+        """The slots for states of recurrent layers."""
         return self._states.pool.num_blocks if self._states is not None else 0
 
     @property
     def num_free_states(self) -> int:
-        """Of them, those that can be taken."""
+        """The slots that can be allocated: free ones and cached ones."""
         return self._states.pool.num_free if self._states is not None else 0
 
     @property
     def num_cached_states(self) -> int:
-        """Of these, snapshots."""
+        """The cached slots, each with a snapshot."""
         return self._states.pool.num_cached if self._states is not None else 0
 
     @property
@@ -129,7 +129,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Whether `num_tokens` more fit into the blocks that the sequence has, without a copy of a shared block."""
+        """Return whether `num_tokens` more fit into the sequence's own blocks, without a copy of a shared block."""
         if self._states is not None:
             return False
         computed, table = sequence.num_computed_tokens, sequence.tables[0]
@@ -139,16 +139,16 @@ class BlockManager:
         return not offset or self.pools[0].counts[table[index]] == 1
 
     def can_allocate(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
+        """Return whether `num_tokens` more tokens fit, and the source if it has no blocks yet."""
         if self._states is not None and not self._states.pool.num_free:
             return False
         wanted = self._missing(sequence, num_tokens) + self._sources.num_missing(sequence)
         return all(wanted <= pool.num_free for pool in self.pools)
 
     def fitting(self, sequence: SequenceState, num_tokens: int) -> int:
-        """As many of the tokens as windowed pools have room for in this step, and as leave a state that can be shared.
+        """Return how many of the tokens to compute: those that fit in windowed pools, up to a state that can be shared.
 
-        Their blocks come back as the sequence goes on, so smaller steps need less; in other pools nothing does.
+        A windowed pool gets blocks back as the sequence continues, so smaller steps need fewer; other pools do not.
         """
         for at in self._windowed:
             free = self.pools[at].num_free - self._writes_shared(sequence) - self._sources.num_missing(sequence)
@@ -157,9 +157,9 @@ class BlockManager:
         return num_tokens if self._states is None else self._states.aligned(sequence, num_tokens)
 
     def can_admit(self, together: Sequence[SequenceState]) -> bool:
-        """Whether all that is known of waiting sequences fits: of one, or of the beams of a search.
+        """Return whether all known tokens of a waiting sequence fit, or of all beams of a search.
 
-        Blocks that they would find, or that one of them would compute for the others, are counted once.
+        Blocks that they share, cached or computed by one of them, count once.
         """
         reached = [self.prefixes.find(sequence) for sequence in together]
         source = self._sources.num_missing(together[0])
@@ -180,8 +180,9 @@ class BlockManager:
         return True
 
     def reuse(self, sequence: SequenceState) -> None:
-        """Give a sequence the known blocks that go on from what it has computed, and the blocks of its source where
-        that is encoded; they count as computed.
+        """Give a sequence the cached blocks that continue its computed tokens, and those of its source.
+
+        The shared tokens count as computed.
         """
         begin = sequence.num_computed_tokens // self.block_size
         reached = self.prefixes.find(sequence, begin)
@@ -203,7 +204,7 @@ class BlockManager:
         self._sources.reuse(sequence)
 
     def _go_on(self, sequence: SequenceState, at: int, table: list[int], begin: int, reached: int) -> None:
-        """Put known blocks up to `reached` into a table, in the place of what the sequence has from `begin` on."""
+        """Replace a table's blocks from `begin` on by the known blocks `[begin, reached)`."""
         pool = self.pools[at]
         first = max(begin, pool.first_kept(reached))
         found = [pool.known[self.hasher.block(sequence, index)] for index in range(first, reached)]
@@ -216,7 +217,7 @@ class BlockManager:
     def allocate(self, sequence: SequenceState, num_tokens: int) -> list[BlockCopy]:
         """Extend the sequence's tables to hold `num_tokens` more computed tokens and its source.
 
-        Returns what must be copied before anything is written: the last block, where others have it too.
+        Returns the copies to make before the step writes: of the last block, if other sequences share it.
         """
         if self._states is not None:
             self._states.allocate(sequence, num_tokens)
@@ -267,14 +268,14 @@ class BlockManager:
                 table[index] = NULL_BLOCK
 
     def settle(self, sequence: SequenceState) -> None:
-        """Let a sequence have the states that its last step has left, and others the blocks that it has computed."""
+        """Keep the states that the sequence's last step wrote, and offer its full blocks to others."""
         if self._states is not None:
             self._states.settle(sequence)
             if sequence.num_computed_tokens // self.block_size > sequence.num_offered_blocks:
                 self.prefixes.cache_full_blocks(sequence)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
-        """Let the child have the parent's blocks as well."""
+        """Share the parent's blocks with the child."""
         for pool, ours, theirs in zip(self.pools, parent.tables, child.tables, strict=True):
             theirs.extend(ours)
             for block in pool.held(ours):
@@ -284,9 +285,9 @@ class BlockManager:
             self._states.fork(parent, child)
 
     def forget_unwritten(self, sequence: SequenceState) -> set[tuple[int, int]]:
-        """Forget the blocks that a failed step has left some of what other sequences may have been promised.
+        """Remove from the cache the blocks that a failed step did not fill; other sequences may share them already.
 
-        Returns them as (pool, block); sequences that have one must compute it anew.
+        Returns them as (pool, block). Sequences that share one must be recomputed.
         """
         begin = sequence.num_computed_tokens // self.block_size
         found = set()
@@ -297,9 +298,9 @@ class BlockManager:
         return found
 
     def free(self, sequence: SequenceState, *, ended: bool = True) -> None:
-        """Take all blocks of the sequence back; harmless on one that has none.
+        """Free all blocks of a sequence, which may have none.
 
-        What was promised to others and is not computed is known no longer. One that has not `ended`, but was
+        Blocks that are not computed leave the cache. A sequence that has not `ended`, but was
         preempted, still counts as a user of its source.
         """
         if self._states is not None:
@@ -314,17 +315,13 @@ class BlockManager:
         self._sources.free(sequence, ended=ended)
 
     def clear_cache(self) -> None:
-        """Forget everything; blocks in use stay in use."""
+        """Remove all cached content, and zero the counts of cache hits; blocks in use stay in use."""
         for pool in self._all_pools:
             pool.clear_cache()
-
-    def forget(self) -> None:
-        """As if nothing had ever been asked for: no block is known, nothing counted."""
-        self.clear_cache()
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def slots(self, table: list[int], start: int, stop: int) -> list[int]:
-        """Pool slots of tokens `[start, stop)` of a sequence whose blocks are `table`."""
+        """Return the pool slots of tokens `[start, stop)` of a sequence whose blocks are `table`."""
         size = self.block_size
         return [table[position // size] * size + position % size for position in range(start, stop)]
 
@@ -344,16 +341,16 @@ class BlockManager:
         self._sources.check_invariants(everyone)
 
     def _missing(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Blocks of each pool."""
+        """Return how many blocks of each pool `num_tokens` more tokens need."""
         wanted = self.blocks_for(sequence.num_computed_tokens + num_tokens)
         return max(0, wanted - len(sequence.tables[0])) + self._writes_shared(sequence)
 
     def _writes_shared(self, sequence: SequenceState) -> bool:
-        """Whether the next token goes into a block that others have too, which is so in all pools or in none."""
+        """Return whether the next token goes into a block that other sequences share, in all pools or in none."""
         table = sequence.tables[0]
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and index < len(table) and self.pools[0].counts[table[index]] > 1
 
     def must_encode(self, sequence: SequenceState) -> bool:
-        """Whether the encoder has to run for a sequence: its source's encoding is not there."""
+        """Return whether the encoder must run for a sequence, because its source's encoding is not cached."""
         return self._sources.must_encode(sequence)

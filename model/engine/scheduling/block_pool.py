@@ -1,4 +1,4 @@
-"""Blocks of one pool of the KV cache: the free, the used and the cached ones, and the hashes that they are known by."""
+"""One pool of KV cache blocks: which are free, used or cached, and the hashes by which their content is found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from struct import pack
 
 from triptych.model.engine.scheduling.sequence import SequenceState
 
-# -- The blocks of one pool: which are free, used or cached, and what the known ones hold. No sequences, no tensors.
+# -- The blocks of one pool. No sequences, no tensors.
 
 NULL_BLOCK = 0  # in the tables of a windowed pool: a block that has left the window; it holds zeros, never allocated
 
@@ -23,7 +23,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, window: int | None = None, block_size: int = 1) -> None:
-        """`block_size` tokens of a block: of a pool without a window they make no difference."""
+        """`block_size`: tokens of a block; only a pool with a window needs it."""
         self.num_blocks = num_blocks
         self.window = window
         # Full blocks before the one being filled that are still read; None: all.
@@ -31,7 +31,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Make every block free."""
+        """Free all blocks, and remove all cached content."""
         first = 0 if self.window is None else NULL_BLOCK + 1
         self._free = list(range(first + self.num_blocks - 1, first - 1, -1))  # a stack: the block freed last is warm
         self.counts = [0] * (first + self.num_blocks)
@@ -41,12 +41,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken: free or cached."""
+        """The blocks that can be allocated: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_unused(self) -> int:
-        """Blocks that can be taken and hold nothing."""
+        """The free blocks, without the cached ones."""
         return len(self._free)
 
     @property
@@ -58,7 +58,7 @@ class BlockPool:
         return table if self.window is None else [block for block in table if block != NULL_BLOCK]
 
     def first_kept(self, block: int) -> int:
-        """The first block of a table that a token in `block` reads."""
+        """Return the first block of a table that a token in `block` reads."""
         return 0 if self.reach is None else max(0, block - self.reach)
 
     def is_cached(self, block: int) -> bool:
@@ -75,7 +75,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Count one table more that has the used or cached block."""
+        """Add one reference to a used or cached block."""
         self._cached.pop(block, None)
         self.counts[block] += 1
 
@@ -91,7 +91,7 @@ class BlockPool:
             self._free.append(block)
 
     def make_known(self, digest: bytes, block: int) -> None:
-        """Let a used block be found by the hash of its content, unless another used one is."""
+        """Register a used block under the hash of its content, unless another used block has that hash."""
         before = self.known.get(digest)
         if before is not None and before in self._cached:  # unused: one copy is enough
             self.drop(digest)
@@ -101,12 +101,12 @@ class BlockPool:
             self._hashes[block] = digest
 
     def forget(self, block: int) -> None:
-        """Let a used block be found no longer."""
+        """Remove the hash of a block, which is then no longer found."""
         if block in self._hashes:
             del self.known[self._hashes.pop(block)]
 
     def drop(self, digest: bytes) -> None:
-        """Free the block with this hash if it is cached."""
+        """Free the block with this hash if it is cached and unused."""
         block = self.known.get(digest)
         if block is not None and block in self._cached:
             del self._cached[block]
@@ -114,7 +114,7 @@ class BlockPool:
             self._free.append(block)
 
     def clear_cache(self) -> None:
-        """Forget all content; blocks in use stay in use."""
+        """Remove all cached content; blocks in use stay in use."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._hashes.clear()
@@ -133,15 +133,15 @@ class BlockPool:
         assert self._cached.keys() <= self._hashes.keys(), "a cached block is not known"
 
 
-# -- Hashes of what blocks hold, by which sequences that begin alike find each other's blocks. No tensors. The hash of a
+# -- Hashes of blocks, by which sequences with a common prefix find each other's blocks. No tensors. The hash of a
 # full block covers all that its keys and values depend on: salt, source, adapter, and every token up to its end
-# (SHA-256, chained block by block), and the pictures in it. A sequence keeps the hashes that were computed of it.
+# (SHA-256, chained block by block), and the pictures in it. A sequence keeps its computed hashes.
 
 
 class BlockHasher:
-    """Hashes of blocks of `block_size` tokens; `across_requests`: equal ones of two requests are equal.
+    """Computes the hashes of blocks; with `across_requests`, equal blocks of two requests have equal hashes.
 
-    Beyond `short_context` tokens a sequence's keys are others than up to it (`ModelConfig.short_context`).
+    Sequences longer than `short_context` tokens have other keys than shorter ones (`ModelConfig.short_context`).
     """
 
     def __init__(self, block_size: int, *, across_requests: bool, short_context: int | None = None) -> None:
@@ -150,7 +150,7 @@ class BlockHasher:
         self._short_context = short_context
 
     def root(self, sequence: SequenceState) -> bytes:
-        """The hash of what all blocks depend on before the first token: salt, source, adapter, whether it is long."""
+        """Return the hash of what all blocks depend on: salt, source, adapter, and whether the sequence is long."""
         if sequence.root_hash is None:
             request = sequence.request
             salt = (request.cache_salt if self._across_requests else request.request_id).encode()
@@ -162,7 +162,7 @@ class BlockHasher:
         return sequence.root_hash
 
     def block(self, sequence: SequenceState, index: int) -> bytes:
-        """The hash of the full block `index`, where those of the blocks before it were computed already."""
+        """Return the hash of the full block `index`; those of the blocks before it must be computed already."""
         hashes = sequence.block_hashes
         if index < len(hashes):
             return hashes[index]
@@ -177,13 +177,13 @@ class BlockHasher:
         return hashes[-1]
 
     def picture(self, sequence: SequenceState, index: int) -> bytes:
-        """The key of a picture's encoding: requests of one salt and one adapter share it."""
+        """Return the key of a picture's encoding, which requests of one salt and one adapter share."""
         keys = sequence.picture_keys
         for image in sequence.request.images[len(keys) :]:
             keys.append(sha256(self.root(sequence) + image.source.digest).digest())
         return keys[index]
 
     def source(self, sequence: SequenceState) -> list[bytes]:
-        """Hashes of the blocks of the source: longer than those of tokens, so that none are equal."""
+        """Return the hashes of the source's blocks; they are longer than those of tokens, so none are equal."""
         root, blocks = self.root(sequence), -(-sequence.source_length // self._block_size)
         return [root + pack("<q", index) for index in range(blocks)]

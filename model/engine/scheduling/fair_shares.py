@@ -1,11 +1,11 @@
-"""How tenants share one model's engine: by the tokens that were computed for each. Policy only: no tensors, no clock.
+"""Shares one model's engine among tenants, by the tokens computed for each. Policy only: no tensors, no clock.
 
-With sequences of one tenant alone nothing here has any effect. With several, of one priority:
+With sequences of one tenant nothing here has any effect. Among several tenants, at equal priority:
 
-- the next sequence to be admitted is of the tenant for which the fewest tokens were computed since it came;
-- a tenant that has less than its share of the places, or of the KV cache, takes them from one that has more;
-- where several have prompts in a step, each gets at most as many tokens of it as the shortest of them needs. The one
-  for which the fewest tokens were computed gets up to 3/4 of the step. So a short prompt finds a short step.
+- the next sequence to be admitted is that of the tenant with the fewest computed tokens since its arrival;
+- a tenant below its share of the places, or of the KV cache, takes them from one above its share;
+- if several have prompts in a step, each gets at most as many of its tokens as the shortest prompt needs. The tenant
+  with the fewest computed tokens gets up to 3/4 of the step. So a short prompt is in a short step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST_PROMPT = 32  # tokens of a step that a tenant may have for prompts, howev
 
 
 class FairShares:
-    """The tenants whose sequences are in the scheduler, and what each has got."""
+    """The tenants whose sequences are in the scheduler, and what was computed for each."""
 
     def __init__(self) -> None:
         self.are_several = False
@@ -32,12 +32,12 @@ class FairShares:
         self._prompts: Counter[str] = Counter()  # running prompts
 
     def came(self, sequence: SequenceState) -> None:
-        """Notice a sequence that waits."""
+        """Note the tenant of a sequence that was enqueued."""
         if sequence.request.tenant != self._only:
             self.are_several = True
 
     def look(self, running: Iterable[SequenceState], waiting: Iterable[SequenceState]) -> None:
-        """Count what each tenant has, at the beginning of a step."""
+        """Count the places and tokens of each tenant, at the beginning of a step."""
         self.allowed = {}
         self._places, self._tokens, self._waiting = Counter(), Counter(), Counter()
         for sequence in (one for one in waiting if not one.is_background):
@@ -55,7 +55,7 @@ class FairShares:
         self._served = {one: self._served.get(one, least) for one in active}
 
     def serve(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Count tokens that are computed for a sequence."""
+        """Count tokens that this step computes for a sequence."""
         if sequence.request.tenant in self._served:
             self._served[sequence.request.tenant] += num_tokens
 
@@ -78,7 +78,7 @@ class FairShares:
     def allow_prompts(self, running: Iterable[tuple[SequenceState, int]], budget: int, *, may_admit: bool) -> None:
         """Divide a step's `budget` of prompt tokens among the tenants that have prompts.
 
-        `running` are the running prompts and their tokens that are left; others wait, and may begin if `may_admit`.
+        `running` are the running prompts, each with its uncomputed tokens. Waiting prompts count if `may_admit`.
         """
         needs = Counter(self._waiting if may_admit else {})
         self._prompts = Counter()
@@ -102,7 +102,7 @@ class FairShares:
         return min(budget, -(-allowed // 2) if self._prompts[sequence.request.tenant] > 1 else allowed)
 
     def spend(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Count tokens of a prompt in this step."""
+        """Subtract tokens of a prompt from what its tenant may have in this step."""
         if sequence.request.tenant in self.allowed:
             self.allowed[sequence.request.tenant] -= num_tokens
 
@@ -115,9 +115,9 @@ class FairShares:
     def one_over(
         self, sequence: SequenceState, running: Sequence[SequenceState], all_slots: int, all_tokens: int
     ) -> SequenceState | None:
-        """Return a running sequence to be preempted for a waiting one: the last of the tenant that has most.
+        """Return the running sequence to preempt for a waiting one: the last of the tenant with the most places.
 
-        It is of a tenant above its share, of no higher priority, and never the first of all.
+        Its tenant is above its share, its priority no higher, and it is not the first running sequence.
         """
         tenant, number = sequence.request.tenant, len(self._served)
         for one in sorted(self._places, key=lambda one: (-self._places[one], -self._tokens[one])):
@@ -131,9 +131,9 @@ class FairShares:
         return None
 
     def victim(self, later: Sequence[SequenceState]) -> SequenceState:
-        """Return which of the `later` running sequences gives its blocks to an earlier one.
+        """Return which of the `later` running sequences to preempt for an earlier one.
 
-        It is of the lowest priority among them, and the last of the tenant that has most of the KV cache.
+        It has the lowest priority among them, and is the last of the tenant with the most tokens in the KV cache.
         """
         lowest = [one for one in later if _level(one) == _level(later[-1])]
         tenant = max(lowest, key=lambda one: self._tokens[one.request.tenant]).request.tenant
@@ -141,7 +141,7 @@ class FairShares:
 
 
 def _level(sequence: SequenceState) -> tuple[int, ...]:
-    """Return what is served first: everything of a sequence's order but its arrival."""
+    """Return a sequence's order of service without its arrival: its priority."""
     return sequence.order[:-1]
 
 

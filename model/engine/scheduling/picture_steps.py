@@ -1,4 +1,4 @@
-"""Which pictures a step encodes, and whose encodings are kept. Policy only: no tensors.
+"""Decides which pictures a step encodes, and which encodings are kept. Policy only: no tensors.
 
 A picture is encoded before the first step that computes a row of it, and kept while there is room: for the next chunk
 of its prompt, for other outputs of its request, and for equal pictures of the same salt. Blocks that are found in the
@@ -20,10 +20,10 @@ from triptych.model.engine.scheduling.source_blocks import SourcePasses
 
 
 class PictureSteps:
-    """The pictures of one model."""
+    """The encodings of pictures of one model: those that are kept, and those that this step adds."""
 
     def __init__(self, hasher: BlockHasher, passes: SourcePasses, max_rows: int, *, both_ways: bool = False) -> None:
-        """`max_rows` are kept, at least those of the largest picture. `both_ways`: the rows of a picture are computed
+        """`max_rows` of encodings are kept, enough for the largest picture. `both_ways`: a picture's rows are computed
         in one step, because they see each other."""
         self._hasher = hasher
         self._passes = passes
@@ -37,11 +37,11 @@ class PictureSteps:
         self._has_encoded = False
 
     def reset(self) -> None:
-        """Keep nothing."""
+        """Forget all encodings."""
         self.kept.clear()
 
     def begin(self, limit: int | None, most: int) -> None:
-        """Begin a step that encodes up to `most` tokens; `limit`: those that its time is for, None: no matter."""
+        """Begin a step that encodes up to `most` tokens; `limit`: as many as its time allows, None: any number."""
         self._limit, self._left = limit, most if limit is None else min(limit, most)
         self._in_step.clear()
         self._has_encoded = False
@@ -58,7 +58,7 @@ class PictureSteps:
     def reach(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int, most: int) -> int:
         """Return how many of the next tokens can be computed, and let the step encode the pictures among them.
 
-        Of a picture whose rows see each other all are computed, which may be more tokens, up to `most`; or none.
+        A picture whose rows see each other is computed whole, which may raise the number up to `most`, or not at all.
         """
         start = sequence.num_computed_tokens
         for index, span in enumerate(sequence.request.images):
@@ -75,7 +75,7 @@ class PictureSteps:
         return num_tokens
 
     def uncut(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Return as many of the next `num_tokens` tokens as cut no picture whose rows see each other."""
+        """Return `num_tokens`, or fewer so that no picture whose rows see each other is cut."""
         start = sequence.num_computed_tokens
         for span in sequence.request.images if self._both_ways else ():
             if span.start < start + num_tokens < span.stop:
@@ -83,13 +83,13 @@ class PictureSteps:
         return num_tokens
 
     def least(self, sequence: SequenceState) -> int:
-        """Return how many tokens a step computes of a prompt at least: one, or the rest of an uncut picture."""
+        """Return the fewest tokens that a step computes of a prompt: one, or the rest of a picture that is not cut."""
         start = sequence.num_computed_tokens
         spans = sequence.request.images if self._both_ways else ()
         return next((span.stop - start for span in spans if span.start <= start < span.stop), 1)
 
     def end(self) -> None:
-        """Forget what is kept beyond the room for it, the least recently used first, as the runner does."""
+        """Evict encodings beyond `max_rows`, the least recently used first, as the runner does."""
         rows = sum(self.kept.values())
         for key in list(self.kept):
             if rows <= self.max_rows:
@@ -98,7 +98,7 @@ class PictureSteps:
                 rows -= self.kept.pop(key)
 
     def _take(self, output: SchedulerOutput, sequence: SequenceState, index: int) -> bool:
-        """Have the step read a picture, and encode it if it is not kept; return False if it cannot."""
+        """Let the step read a picture, and encode it if it is not kept; return False if the step has no room."""
         key, source = self._hasher.picture(sequence, index), sequence.request.images[index].source
         rows = source.num_positions
         if key in self._in_step:

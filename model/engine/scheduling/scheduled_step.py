@@ -1,4 +1,4 @@
-"""The seam between scheduling and execution: what a step computes, and what the model says of each sequence in it."""
+"""The interface between scheduling and execution: what a step computes, and the tokens that it samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass
 
 
 class DraftRun(NamedTuple):
-    """What a draft model computes and proposes for a sequence before a step."""
+    """The tokens that a draft model computes and proposes for one sequence before a step."""
 
     place: int  # of the sequence in the step
     sequence: SequenceState
@@ -51,18 +51,18 @@ class DraftRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """All that a step computes, in packed order."""
+    """Everything that a step computes, in packed order."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
-    ahead: list[LayersAhead] = field(default_factory=list)  # of one source at most, before everything else
-    encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that steps before computed
-    picture_tokens: list[int] = field(default_factory=list)  # of pictures that are encoded to their end
-    draft_runs: list[DraftRun] = field(default_factory=list)  # whose drafts are put into it before it runs
+    ahead: list[LayersAhead] = field(default_factory=list)  # of at most one source; computed first
+    encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that earlier steps computed
+    picture_tokens: list[int] = field(default_factory=list)  # of each picture whose encoding ends in this step
+    draft_runs: list[DraftRun] = field(default_factory=list)  # whose proposals are added before the step runs
 
-    def put_drafts(self, said: Sequence[tuple[int, ...]]) -> None:
+    def put_drafts(self, proposals: Sequence[tuple[int, ...]]) -> None:
         """Add the draft model's proposals to the steps of their sequences."""
-        for run, drafts in zip(self.draft_runs, said, strict=True):
+        for run, drafts in zip(self.draft_runs, proposals, strict=True):
             step = self.scheduled[run.place]
             self.scheduled[run.place] = step._replace(num_tokens=step.num_tokens + len(drafts), drafts=drafts)
 
@@ -85,19 +85,19 @@ class SchedulerOutput:
 
 
 class SampledToken(NamedTuple):
-    """What the model says next of one sequence."""
+    """The next token of one sequence, with what its request asks about it."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     forced: bool = False  # the checkpoint's rules left no other
-    candidates: Candidates = ()  # of a beam, whose next token its search decides
-    later: tuple[SampledToken, ...] = ()  # the tokens after it where drafts were accepted
-    masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
-    log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
-    alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for
+    candidates: Candidates = ()  # of a beam: the search chooses among them
+    later: tuple[SampledToken, ...] = ()  # the tokens after it, one for each accepted draft
+    masked_logprob: float | None = None  # among the allowed tokens, if requested
+    log_mass: float = 0.0  # of a beam: logsumexp over the allowed tokens, if requested
+    alignment: list[int] | None = None  # of a prompt whose last token is computed, if requested
 
 
-# -- Who computes a step.
+# -- The executor of a step.
 
 
 class Launch(Protocol):
@@ -119,7 +119,7 @@ class Runner(Protocol):
     def encode_ahead(self, source: Source, layers: int, model: str = "") -> None:
         """Compute the next `layers` layers of the encoder for a source that a later step finishes.
 
-        `model` is what its request names: an adapter, maybe.
+        `model` is the model or adapter that its request names.
         """
 
     def forget_ahead(self) -> None:
@@ -152,22 +152,21 @@ class PendingStep:
         return not blocked or 2 * blocked < len(steps)
 
 
-# -- What an engine could compute in its next step, and how much of it it may.
+# -- What an engine could compute in its next step, and the part of it that the pacer allows.
 
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """What one engine would compute now.
+    """The work that one engine could do in its next step.
 
-    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (one layer of a
-    source or of a text to encode, as that share of its tokens; all of it where layers are not cut), 0 without one;
-    `all_whole_tokens` is what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts,
-    which can be split.
+    `prompt_tokens` are decoder tokens of prompts, which can be split. Tokens of one source, or of one text to encode,
+    belong together: `whole_tokens` is the smallest part of the first such input (one layer, as its share of the tokens,
+    or the whole input if layers cannot be split), 0 without one. `all_whole_tokens` are those that one step could take.
     """
 
     decodes: int = 0
-    streams: bool = False  # somebody reads the decoded tokens as they come
-    waiting: int = 0  # sequences that have not begun, without those that only ask and never decode
+    streams: bool = False  # some of the decoded tokens are streamed
+    waiting: int = 0  # sequences that are not admitted, without those that decode nothing
     prompt_tokens: int = 0
     whole_tokens: int = 0
     all_whole_tokens: int = 0
@@ -179,9 +178,9 @@ class StepDemand:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
+    """The part of its demand that an engine may compute in one step; None: up to the engine's own limits.
 
-    Where `whole_tokens` is not 0, at least that of the demand is taken. A step has foreground or `background` work.
+    If `whole_tokens` is not 0, the step takes at least the demand's. A step has foreground or `background` work.
     """
 
     decodes: bool = True

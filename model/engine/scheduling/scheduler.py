@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from triptych.model.api.request import FinishReason
+from triptych.model.api.request import FinishReason, Source
 from triptych.model.engine.scheduling.block_manager import BlockManager
 from triptych.model.engine.scheduling.fair_shares import FairShares
 from triptych.model.engine.scheduling.picture_steps import PictureSteps
@@ -68,19 +68,19 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        """End a sequence wherever it stands; its blocks are free at once."""
+        """End a waiting or running sequence, and free its blocks."""
         sequence.finish(reason)
         self.remove(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished sequence: the only place where one leaves and its blocks return."""
+        """Remove a finished sequence from its queue, and free its blocks."""
         self.source_passes.forget(sequence)
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
         self.block_manager.free(sequence)
 
     def reset(self) -> None:
-        """Forget every sequence and what any block holds."""
+        """Remove all sequences, and free all blocks."""
         self.waiting.clear()
         self.running.clear()
         self.source_passes.current = None
@@ -96,7 +96,7 @@ class Scheduler:
         return any(queue and queue[-1].is_background for queue in (self.running, self.waiting))
 
     def demand(self, background: bool | None = None) -> StepDemand:
-        """What the next step could compute; of the waiting sequences only those that may begin.
+        """Return what the next step could compute; of the waiting sequences, only those that it could admit count.
 
         `background`: count only background work, or none of it.
         """
@@ -105,32 +105,30 @@ class Scheduler:
         decodes = lefts.count(1)
         prompt_tokens = sum(lefts) - decodes
         streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, running, strict=True))
-        sources: list[int] = []
-        first = 0
-        for sequence in running:
-            if sequence.request.images:
-                for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
-                    first = first or self.source_passes.least(span.source)
-                    sources.append(self.source_passes.left(span.source))
+        passes, most = self.source_passes, self.max_num_batched_tokens
+
+        def missing(sequence: SequenceState) -> list[Source | None]:
+            return [span.source for span in self.pictures.missing(sequence, most)]
+
+        sources = [source for one in running if one.request.images for source in missing(one)]
+        whole_tokens = sum(map(passes.left, sources))
         places = self.max_num_seqs - (len(running) if background is False else len(self.running))
         begin = waiting
         if places <= 0 and background is not True and self.shares.are_several:
             claimant = self._claimant()
             begin, places = [claimant] if claimant is not None and self._victim_of(claimant) is not None else [], 1
         for sequence in begin:
-            if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
+            if places <= 0 or max(prompt_tokens, whole_tokens) >= most:
                 break  # enough for one step
             if sequence.is_prepared:
                 places -= 1
                 prompt_tokens += sequence.num_uncomputed_tokens
-                if sequence.needs_source:
-                    first = first or self.source_passes.least(sequence.request.source)
-                    sources.append(self.source_passes.left(sequence.request.source))
-                for span in self.pictures.missing(sequence, self.max_num_batched_tokens):
-                    first = first or self.source_passes.least(span.source)
-                    sources.append(self.source_passes.left(span.source))
+                new = [sequence.request.source] if sequence.needs_source else missing(sequence)
+                sources += new
+                whole_tokens += sum(map(passes.left, new))
         queued = sum(not sequence.only_asks for sequence in waiting[:_COUNTED])
-        return StepDemand(decodes, streams, queued, prompt_tokens, first, sum(sources))
+        first = passes.least(sources[0]) if sources else 0
+        return StepDemand(decodes, streams, queued, prompt_tokens, first, whole_tokens)
 
     def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
         """Return the next step within `budget`, with blocks allocated. It is empty only if nothing can run.
@@ -152,7 +150,7 @@ class Scheduler:
     def _share_places(self, budget: StepBudget) -> None:
         """Preempt sequences of tenants that have more than their share, for the next one of a tenant that has less.
 
-        Without tokens for its prompt nothing is: its place would be idle in this step.
+        Without a budget for prompts none is preempted: its place would be idle in this step.
         """
         if budget.prompt_tokens == 0:
             self.shares.look(self.running, self.waiting)
@@ -167,7 +165,7 @@ class Scheduler:
             if victim is None:
                 return
             self.preempt(victim)
-            self.num_preemptions -= 1  # which are those for want of a free block
+            self.num_preemptions -= 1  # counts only preemptions for want of a free block
             self.shares.look(self.running, self.waiting)
 
     def _claimant(self) -> SequenceState | None:
@@ -211,14 +209,7 @@ class Scheduler:
         Each prompt leaves half of the budget to later ones, so a short prompt does not wait for a long one.
         """
         before = self.num_preemptions
-        uncomputed = self._catch_up()
-        if limits.background is not None:
-            uncomputed = [
-                left if one.is_background is limits.background else 0
-                for left, one in zip(uncomputed, self.running, strict=True)
-            ]
-        if not limits.decodes:
-            uncomputed = [left if left > 1 else 0 for left in uncomputed]
+        uncomputed = self._uncomputed_within(limits)
         decoding = uncomputed.count(1)  # one token kept for each of them
         budget = self.max_num_batched_tokens
         if limits.prompt_tokens is not None:
@@ -291,6 +282,16 @@ class Scheduler:
             self.add(victim)
         self.num_preemptions += 1
 
+    def _uncomputed_within(self, limits: StepBudget) -> list[int]:
+        """Return how many tokens each running sequence could compute in this step; 0 for work that `limits` exclude."""
+        uncomputed = self._catch_up()
+        if limits.background is not None:
+            uncomputed = [
+                left if one.is_background is limits.background else 0
+                for left, one in zip(uncomputed, self.running, strict=True)
+            ]
+        return uncomputed if limits.decodes else [left if left > 1 else 0 for left in uncomputed]
+
     def _catch_up(self) -> list[int]:
         """Return how many tokens each running sequence could compute in this step.
 
@@ -314,7 +315,7 @@ class Scheduler:
         return uncomputed
 
     def _follows(self, sequence: SequenceState) -> bool:
-        """Whether an earlier running prompt computes this one's next tokens."""
+        """Return whether an earlier running prompt computes this one's next tokens."""
         return self.block_manager.prefixes.frontier(sequence) in self._frontiers
 
     def _lead(self, sequence: SequenceState) -> None:
@@ -419,7 +420,7 @@ class Scheduler:
             insort(self.running, child, key=lambda s: s.order)
 
     def _waits(self, sequence: SequenceState) -> bool:
-        """Whether a waiting sequence cannot start yet.
+        """Return whether a waiting sequence cannot start yet.
 
         Its grammar is being compiled, its last token is still on the device, or a running prompt computes its next
         tokens.

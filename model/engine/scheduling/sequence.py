@@ -1,4 +1,4 @@
-"""A sequence: the state of one output of a request, its tokens, its blocks and how it ended."""
+"""The state of a sequence, one output of a request: its tokens, its blocks, and how it ended."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Beams:
     search: BeamSearch
     members: list[SequenceState] = field(default_factory=list)
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
-    log_masses: dict[int, float] = field(default_factory=dict)  # the same places: what bans and rules left
-    forced: bool = False  # the checkpoint's rules chose the next step's tokens
+    log_masses: dict[int, float] = field(default_factory=dict)  # by the same places: logsumexp over the allowed tokens
+    forced: bool = False  # the checkpoint's rules chose the tokens of the next step
 
 
 class SequenceStatus(Enum):
@@ -79,7 +79,7 @@ class SequenceState:
     stop_token_id: int | None = None
     scheduled_time: float | None = None
     restarted: bool = False  # it was preempted once
-    awaits_token: bool = False  # it was preempted while its next token, which has no placeholder, was being sampled
+    awaits_token: bool = False  # preempted while its next token was being sampled, which has no placeholder
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     beams: Beams | None = None
     matcher: Matcher | None = None  # of its grammar, if it has one
@@ -88,7 +88,7 @@ class SequenceState:
     error: str | None = None  # why it failed
     drafting: NgramDrafts | None = None  # drafts by n-grams, if it has any
     model_drafts: ModelDrafts | None = None  # drafts by a draft model, if there is one
-    expects_drafts: bool = False  # it had drafts when it was last scheduled
+    expects_drafts: bool = False  # it had drafts in its last step
     can_overlap: bool = False  # its next step may be launched before this token reaches the host
     is_limited: bool = False  # its request bans tokens or allows only some
     has_questions: bool = False  # its request asks for scores of its prompt
@@ -132,7 +132,7 @@ class SequenceState:
         )
 
     def searching(self) -> SequenceState:
-        """Make this the first beam of a search, and return it."""
+        """Begin a beam search with this sequence as its first beam, and return it."""
         params = self.params
         search = BeamSearch(
             num_beams=params.num_beams,
@@ -245,7 +245,7 @@ class SequenceState:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether cached blocks will do: scores of the prompt, a probe and an alignment need its own rows.
+        """Whether cached blocks may be reused: scores of the prompt, a probe and an alignment need rows computed anew.
 
         The last row is always computed, so a probe after the whole prompt needs no other.
         """
@@ -293,13 +293,13 @@ class SequenceState:
         self.finish_reason = reason
 
     def turn_long(self) -> None:
-        """Rotate its keys for the long context from now on; nothing computed or hashed before stays valid."""
+        """Rotate keys for the long context from now on; no earlier key or hash stays valid."""
         self.rotary_context = self.num_tokens
         self.root_hash = None
         self.block_hashes.clear()
 
     def restart(self) -> None:
-        """Wait again after its blocks were freed; everything will be recomputed."""
+        """Return to waiting after a preemption; all tokens will be recomputed."""
         self.restarted = True
         self.awaits_token = not self.num_uncomputed_tokens and self.beams is None
         self.num_computed_tokens = 0

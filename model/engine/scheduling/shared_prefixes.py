@@ -18,7 +18,7 @@ from triptych.model.engine.scheduling.state_slots import StateSlots
 
 
 class SharedPrefixes:
-    """Which full blocks of the pools are known, and how far a sequence could go on from them. It takes none."""
+    """Registers full blocks and finds those that a sequence could reuse. It allocates none."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class SharedPrefixes:
         *,
         across_requests: bool,
     ) -> None:
-        """`across_requests`: else only sequences of one request share blocks."""
+        """Without `across_requests` only sequences of one request share blocks."""
         self._pools = pools
         self._block_size = block_size
         self._hasher = hasher
@@ -38,10 +38,10 @@ class SharedPrefixes:
         self._windowed = [(at, pool.reach) for at, pool in enumerate(pools) if pool.reach is not None]
 
     def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
-        """Let the full blocks be found that the sequence has computed, or will have with `num_tokens` more in the step
-        that is being put together.
+        """Register the full blocks that the sequence has computed, or will have after `num_tokens` more tokens in
+        the step that is being scheduled.
         """
-        known = sequence.num_tokens - sequence.has_placeholder  # what the device alone knows has no hash
+        known = sequence.num_tokens - sequence.has_placeholder  # a token that is still on the device has no hash
         full = min(sequence.num_computed_tokens + num_tokens, known) // self._block_size
         if self._is_shared(sequence):
             for index in range(sequence.num_offered_blocks, full):
@@ -52,29 +52,29 @@ class SharedPrefixes:
         sequence.num_offered_blocks = max(full, sequence.num_offered_blocks)
 
     def frontier(self, sequence: SequenceState) -> bytes | None:
-        """The hash of the block that a sequence will cache next; None if that is not a block of known tokens that
+        """Return the hash of the block that a sequence will cache next; None if it is not a block of known tokens that
         others could share.
         """
         index = sequence.num_offered_blocks
         return self._hasher.block(sequence, index) if index < self.num_shareable(sequence) else None
 
     def frontier_found(self, sequence: SequenceState) -> bytes | None:
-        """The same of a sequence without blocks, if it began now."""
+        """Return `frontier` as it would be if the sequence, which has no blocks, were admitted now."""
         index = self.find(sequence)
         return self._hasher.block(sequence, index) if index < self.num_shareable(sequence) else None
 
     def _is_shared(self, sequence: SequenceState) -> bool:
-        """Whether any other sequence could begin the same."""
+        """Return whether another sequence may share the sequence's blocks."""
         return self._across_requests or sequence.has_siblings
 
     def num_shareable(self, sequence: SequenceState) -> int:
-        """Blocks that the sequence may have from others: at least its last token stays to be computed."""
+        """Return how many blocks the sequence may reuse; at least its last token must be computed."""
         if not sequence.reuses_prefix or not self._is_shared(sequence):
             return 0
         return (sequence.num_tokens - 1) // self._block_size
 
     def find(self, sequence: SequenceState, begin: int = 0) -> int:
-        """The last block up to which a sequence, computed up to block `begin`, could go on from known blocks."""
+        """Return how many blocks a sequence, computed up to block `begin`, would have with the cached ones."""
         stop, reached = self.num_shareable(sequence), begin
         if not self._windowed and self._states is None:
             known = self._pools[0].known
@@ -96,12 +96,12 @@ class SharedPrefixes:
         return reached
 
     def num_known(self, sequence: SequenceState) -> int:
-        """Full blocks from its first token on that the first pool knows, whatever states there are."""
+        """Return how many full blocks from the first token on the first pool has, whether or not states are cached."""
         blocks, known = range(self.num_shareable(sequence)), self._pools[0].known
         return next((index for index in blocks if self._hasher.block(sequence, index) not in known), len(blocks))
 
     def num_evictable(self, at: int, together: Sequence[SequenceState], reached: Sequence[int]) -> int:
-        """Blocks of a pool that the sequences would take over up to `reached` and that only the cache has."""
+        """Return how many cached, unused blocks of a pool the sequences would reuse up to `reached`."""
         pool = self._pools[at]
         found = {
             pool.known[self._hasher.block(sequence, index)]

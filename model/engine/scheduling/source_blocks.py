@@ -1,8 +1,8 @@
-"""The blocks that hold the encodings of sources: who has them, and for how long they are kept. No tensors.
+"""The blocks of encoded sources: which sequences share them, and how long they are kept. No tensors.
 
 Sequences of equal salt and source share one set of source blocks. It is kept while any of them has not ended; when all
-of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room. So they are
-where the last of them ends and says that others will follow (`Request.keeps_source`).
+of them are preempted its blocks stay cached, so it is encoded again only if they are evicted. They also stay cached
+after the last sequence whose request says that others will follow (`Request.keeps_source`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 class SourceBlocks:
-    """The sources of one model, whose blocks are taken from `pools`, equally many of each."""
+    """The sources of one model; each has equally many blocks in each of `pools`."""
 
     def __init__(self, pools: Sequence[BlockPool], hasher: BlockHasher) -> None:
         self._pools = pools
@@ -27,27 +27,27 @@ class SourceBlocks:
         self._expected: dict[bytes, None] = {}  # sources without users that others will follow for, the oldest first
 
     def reset(self) -> None:
-        """As if no sequence had a source; the pools are reset by who has them."""
+        """Forget all sources; the caller resets the pools."""
         self._users.clear()
         self._expected.clear()
 
     def must_encode(self, sequence: SequenceState) -> bool:
-        """Whether the encoder has to run for a sequence: its source's encoding is not there."""
+        """Return whether the encoder must run for a sequence, because its source's encoding is not cached."""
         return sequence.needs_source and not self._is_known(sequence)
 
     def num_missing(self, sequence: SequenceState) -> int:
-        """Blocks of each pool that the source of a sequence is to get."""
+        """Return how many blocks of each pool must be allocated for the source of a sequence."""
         return len(self._hasher.source(sequence)) if self.must_encode(sequence) else 0
 
     def num_evictable(self, at: int, sequence: SequenceState) -> int:
-        """Blocks of pool `at` that hold the sequence's source and that only the cache has."""
+        """Return how many cached, unused blocks of pool `at` hold the sequence's source."""
         if not sequence.needs_source or not self._is_known(sequence):
             return 0
         pool = self._pools[at]
         return sum(pool.is_cached(pool.known[key]) for key in self._hasher.source(sequence))
 
     def reuse(self, sequence: SequenceState) -> None:
-        """Give a sequence the blocks of its source, if it needs them and that is encoded."""
+        """Give a sequence the blocks of its source, if it needs them and the source is encoded."""
         if not sequence.needs_source or not self._is_known(sequence):
             return
         for pool, table in zip(self._pools, sequence.source_tables, strict=True):
@@ -57,7 +57,7 @@ class SourceBlocks:
         self._use(sequence)
 
     def allocate(self, sequence: SequenceState) -> None:
-        """Give a sequence that needs them the blocks that its source is written to in this step."""
+        """Allocate the blocks to which this step writes the sequence's source, if it needs any."""
         if not sequence.needs_source:
             return
         for pool, table in zip(self._pools, sequence.source_tables, strict=True):
@@ -67,7 +67,7 @@ class SourceBlocks:
         self._use(sequence)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
-        """Let the child have the parent's blocks as well."""
+        """Share the parent's blocks with the child."""
         for pool, ours, theirs in zip(self._pools, parent.source_tables, child.source_tables, strict=True):
             theirs.extend(ours)
             for block in ours:
@@ -76,7 +76,7 @@ class SourceBlocks:
             self._use(child)
 
     def free(self, sequence: SequenceState, *, ended: bool) -> None:
-        """Take the blocks back; one that has not `ended`, but was preempted, still counts as a user of its source."""
+        """Free the blocks; a sequence that was preempted (not `ended`) still counts as a user of its source."""
         if ended and sequence.uses_source:
             self._leave(sequence)
         has_any = bool(self._users or self._expected)
@@ -108,7 +108,7 @@ class SourceBlocks:
             self._expected.pop(root, None)
 
     def _leave(self, sequence: SequenceState) -> None:
-        """Remove one user of its source; after the last one nothing of it stays cached unless others will follow."""
+        """Remove one user of the source; after the last user its blocks are freed, unless others will follow."""
         root = self._hasher.root(sequence)
         sequence.uses_source = False
         self._users[root] -= 1
@@ -122,7 +122,7 @@ class SourceBlocks:
                     pool.drop(key)
 
     def _expect(self, root: bytes) -> None:
-        """Note a source whose blocks stay cached; of more than there can be blocks of, the oldest are gone."""
+        """Keep the blocks of a source cached; forget the oldest such source if they are more than the pool's blocks."""
         self._expected[root] = None
         if len(self._expected) > self._pools[0].num_blocks:
             del self._expected[next(iter(self._expected))]
@@ -137,79 +137,79 @@ class SourceBlocks:
 
 
 class LayersAhead(NamedTuple):
-    """Layers of the encoder that a step computes of a source whose sequence does not begin yet."""
+    """Encoder layers that a step computes for a source whose sequence is not admitted yet."""
 
     source: Source
     layers: int
-    tokens: int  # what they count as: one of L layers is 1/L of the source's tokens
-    model: str = ""  # that the sequence's request names: it may be an adapter
+    tokens: int  # of the budget: one of L layers counts as 1/L of the source's tokens
+    model: str = ""  # named by the sequence's request; it may be an adapter
 
 
 @dataclass(slots=True)
 class SourcePass:
-    """The layers that are computed of a source."""
+    """A source whose encoding has begun."""
 
-    sequence: SequenceState  # that waits for them; of equal sources the latest
+    sequence: SequenceState  # waits for the encoding; the latest of those with this source
     source: Source
     layers_done: int = 0
-    whole: bool = False  # it failed in parts: it is left to the step in which the sequence begins
+    whole: bool = False  # encoding it in parts failed: the step that admits the sequence encodes it whole
 
 
 class SourcePasses:
-    """The source, if any, that the encoder has begun, of one model."""
+    """Divides a source's encoding over steps; one source of a model at a time."""
 
     def __init__(self, encoder_layers: int) -> None:
-        """`encoder_layers`: 1 where an encoder's pass cannot be interrupted."""
+        """`encoder_layers`: 1 if a pass of the encoder cannot be interrupted."""
         self._layers = encoder_layers
         self.current: SourcePass | None = None
 
     def left(self, source: Source | None) -> int:
-        """The tokens of a source that are not computed; of one that is begun a share of its tokens."""
+        """Return how many tokens of a source are left to compute; after some of L layers, the rest's share of them."""
         length = source.num_positions if source is not None else 0
         return length - length * self._done(source) // self._layers
 
     def done(self, source: Source) -> int:
-        """The tokens of a source that steps before have computed."""
+        """Return how many tokens of a source earlier steps have computed."""
         return source.num_positions - self.left(source)
 
     def least(self, source: Source | None) -> int:
-        """The least that a step can compute of a source: a layer, or all that is left of it."""
+        """Return the fewest tokens of a source that a step can compute: one layer's, or all that are left."""
         if source is None or not self.may_pause(source):
             return self.left(source)
         return -(-source.num_positions // self._layers)
 
     def may_pause(self, source: Source | None) -> bool:
-        """Whether more than one layer is left of a source, and it may be encoded in parts."""
+        """Return whether a source may be encoded in parts, and has more than one layer left."""
         begun = self._begun(source)
         failed = begun is not None and begun.whole
         return not failed and self._layers - self._done(source) > 1
 
     def advance(self, sequence: SequenceState, source: Source, tokens: int) -> LayersAhead:
-        """Compute as many layers as `tokens` pay for, at least one, but not the last."""
+        """Return the next layers to compute: as many as `tokens` pay for, at least one, but not the last."""
         before, computed = self._done(source), self.done(source)
         layers = min(max(1, tokens * self._layers // source.num_positions), self._layers - before - 1)
         self.current = SourcePass(sequence, source, before + layers)
         return LayersAhead(source, layers, self.done(source) - computed, sequence.request.model)
 
     def fail(self) -> None:
-        """Leave the current source to the step in which its sequence begins."""
+        """Have the current source encoded whole, by the step that admits its sequence."""
         if self.current is not None:
             self.current = SourcePass(self.current.sequence, self.current.source, whole=True)
 
     def finish(self, source: Source) -> int:
-        """Have a source encoded, and used up what is computed of it: the tokens that this is."""
+        """End the encoding of a source in parts; return how many of its tokens earlier steps have computed."""
         done = self.done(source)
         if self._begun(source) is not None:
             self.current = None
         return done
 
     def forget(self, sequence: SequenceState) -> None:
-        """Forget a sequence that ends."""
+        """Forget the current source if the sequence that waits for it ends."""
         if self.current is not None and self.current.sequence is sequence:
             self.current = None
 
     def _begun(self, source: Source | None) -> SourcePass | None:
-        """The layers that are computed of a source, for any sequence that has an equal one."""
+        """Return the begun encoding of an equal source, if there is one."""
         if self.current is None or source is None or self.current.source.digest != source.digest:
             return None
         return self.current

@@ -23,7 +23,7 @@ from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 class StateSlots:
-    """The slots of one model; `keeps`: whether snapshots are taken for other requests too."""
+    """The state slots of one model. With `keeps` snapshots are also taken for other requests."""
 
     def __init__(self, size: StateSize, block_size: int, hasher: BlockHasher, *, keeps: bool) -> None:
         self.pool = BlockPool(size.num_slots)
@@ -32,11 +32,6 @@ class StateSlots:
         self._block_size = block_size
         self._hasher = hasher
         self._keeps = keeps
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence has a slot."""
-        return self.pool.num_free == self.pool.num_blocks
 
     def aligned(self, sequence: SequenceState, num_tokens: int) -> int:
         """Return `num_tokens`, or fewer so that a step within known tokens ends at the end of a block."""
@@ -92,21 +87,21 @@ class StateSlots:
                 self._release(slot)
 
     def take_over(self, sequence: SequenceState, digest: bytes) -> None:
-        """Let the sequence have the known state with this hash, instead of its own."""
+        """Give the sequence the cached state with this hash in place of its own."""
         slot = self.pool.known[digest]
         self.pool.share(slot)
         self._release(sequence.state_slot)
         sequence.state_slot = slot
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
-        """Let the child go on from the parent's state."""
+        """Share the parent's state with the child."""
         self.settle(parent)
         child.state_slot = parent.state_slot
         if child.state_slot != NO_STATE:
             self.pool.share(child.state_slot)
 
     def free(self, sequence: SequenceState) -> None:
-        """Take back what the sequence has; its last state stays known if it can be."""
+        """Free the sequence's slots; its last state stays cached if it is a snapshot."""
         self._settle(sequence)
         self._release(sequence.state_slot)
         sequence.state_slot = NO_STATE
@@ -122,25 +117,25 @@ class StateSlots:
 
     def _release(self, slot: int) -> None:
         if slot != NO_STATE:
-            self.pool.release(slot, keep=True)  # where it is known
+            self.pool.release(slot, keep=True)  # a snapshot stays cached
 
     def _takes_snapshots(self, sequence: SequenceState) -> bool:
         return self._keeps or sequence.has_siblings
 
     def _make_known(self, sequence: SequenceState, tokens: int, slot: int) -> None:
-        """Let a state be found that is at the end of a block of known tokens."""
+        """Register a state as a snapshot, if it is at the end of a block of known tokens."""
         blocks, rest = divmod(tokens, self._block_size)
         if rest or not self._takes_snapshots(sequence) or tokens > sequence.num_tokens - sequence.has_placeholder:
             return
         size, prompt = self._block_size, sequence.num_prompt_tokens
         wanted = tokens in (sequence.shared_border, (prompt - 1) // size * size, prompt)
-        if not wanted and self.pool.num_unused <= self._reserved:  # that of the step before is free
+        if not wanted and self.pool.num_unused <= self._reserved:  # the slot of the step before is free
             return
         for index in range(len(sequence.block_hashes), blocks):
             self._hasher.block(sequence, index)
         digest = sequence.block_hashes[blocks - 1]
         self.pool.make_known(digest, slot)
-        if tokens > prompt:  # of an output: in the place of the one before
+        if tokens > prompt:  # of an output: it replaces the output's last snapshot
             if sequence.state_border is not None and sequence.state_border != digest:
                 self.pool.drop(sequence.state_border)
             sequence.state_border = digest

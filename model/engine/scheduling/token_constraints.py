@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def forced_token(sequence: SequenceState, rules: GenerationRules) -> int | None:
-    """The only token allowed: the first of a translation, or the end where the length is used up."""
+    """Return the only token allowed, if any: the first of a translation, or the end at the maximum length."""
     if rules.forced_last is not None and sequence.num_output_tokens == sequence.params.max_tokens - 1:
         return rules.forced_last
     return rules.forced_first if sequence.num_tokens == 1 else None
 
 
 def banned_tokens(sequence: SequenceState, rules: GenerationRules) -> list[int]:
-    """Tokens that must not come next; may repeat."""
+    """Return the tokens that must not come next, with repetitions."""
     params = sequence.params
     banned = [*rules.suppressed, *params.suppress_tokens]
     if sequence.num_output_tokens == _begin(sequence, rules):
@@ -36,7 +36,7 @@ def banned_tokens(sequence: SequenceState, rules: GenerationRules) -> list[int]:
 
 
 def biases(sequence: SequenceState, rules: GenerationRules) -> dict[int, float]:
-    """What the checkpoint adds to logits of next tokens, by token."""
+    """Return what the checkpoint's rules add to the logits of the next token, by token."""
     found: dict[int, float] = {}
     for tokens, bias in rules.biases:
         if len(tokens) == 1 or _completing(sequence.token_ids, (tokens,)):
@@ -45,10 +45,10 @@ def biases(sequence: SequenceState, rules: GenerationRules) -> dict[int, float]:
 
 
 def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | None:
-    """The tokens that its grammar leaves, as a mask over the vocabulary; None where it has none.
+    """Return the tokens that the sequence's grammar allows, as a mask `[V]`; None without a grammar.
 
-    What ends the output is left where the grammar is complete. Bans give way where nothing else is left, and so does
-    `min_tokens` where nothing can follow.
+    End tokens are allowed once the grammar is complete. If nothing else is allowed, bans are lifted, and so is
+    `min_tokens` if nothing can follow.
     """
     if sequence.matcher is None:
         return None
@@ -60,10 +60,10 @@ def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | Non
 
 
 def _begin(sequence: SequenceState, rules: GenerationRules) -> int:
-    """Output tokens before the first that is free to be chosen."""
+    """Return how many output tokens the checkpoint forces before the first free one."""
     return int(rules.forced_first is not None and sequence.num_prompt_tokens == 1)
 
 
 def _completing(token_ids: list[int], sequences: Iterable[Rows[int]]) -> list[int]:
-    """Last tokens of the sequences whose beginning the tokens end with."""
+    """Return the last token of each of the `sequences` that `token_ids` ends with, but for that token."""
     return [words[-1] for words in sequences if token_ids[len(token_ids) - len(words) + 1 :] == list(words[:-1])]

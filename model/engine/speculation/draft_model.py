@@ -57,15 +57,15 @@ class DraftModel:
         `sampling_row` gives the sampling settings of a sequence's next token.
         """
         drafts = [_Drafts(run, self._pages(run.sequence), self._has_rules) for run in runs]
-        going = sorted(drafts, key=lambda one: one.run.num_tokens > 1)  # attention may launch single tokens apart
+        going = sorted(drafts, key=lambda one: one.run.num_tokens > 1)  # attention may launch single tokens separately
         while going:
             tokens = self._pass(going, sampling_row)
             for one, token in zip([one for one in going if one.run.num_drafts], tokens, strict=True):
-                one.take(token)
+                one.add(token)
             going = [one for one in going if one.goes_on]
         for one in drafts:
-            one.run.drafting.computed(one.num_computed, len(one.said))
-        return [tuple(one.said) for one in drafts]
+            one.run.drafting.computed(one.num_computed, len(one.proposed))
+        return [tuple(one.proposed) for one in drafts]
 
     def _pages(self, sequence: SequenceState) -> SequenceState:
         """Return the sequence with a table for each pool here, all equal to that of its first pool."""
@@ -75,7 +75,7 @@ class DraftModel:
         return replace(sequence, tables=tables, source_tables=nothing * len(self.cache.pools))
 
     def _pass(self, going: Sequence[_Drafts], sampling_row: Callable[[SequenceState], SamplingRow]) -> list[int]:
-        """Compute the next tokens of each, and return a proposal of those that have to propose."""
+        """Compute the next tokens of each run; return a proposal for each run that must propose."""
         steps = [one.step() for one in going]
         layout, mixed = BatchLayout.of(steps), None
         replayed = self._graphs is not None and self._graphs.fits(steps)
@@ -107,11 +107,11 @@ class _Drafts:
 
     def __init__(self, run: DraftRun, pages: SequenceState, has_rules: bool) -> None:
         self.run = run
-        self.said: list[int] = []
+        self.proposed: list[int] = []
         self.goes_on = False
         self._pages = pages
         self._num_passes = 0
-        self._ahead = run.sequence  # with the proposals, where its settings depend on them
+        self._ahead = run.sequence  # with the proposals, if sampling depends on them
         self._is_plain = run.sequence.is_unconstrained and not has_rules
 
     @property
@@ -122,24 +122,24 @@ class _Drafts:
     def step(self) -> ScheduledSequence:
         """Return the next pass: first the missing known tokens, then the latest proposal."""
         self._num_passes += 1
-        if not self.said:
+        if not self.proposed:
             return ScheduledSequence(self._pages, self.run.start, self.run.num_tokens, False)
-        return ScheduledSequence(self._pages, self.num_computed - 1, 1, False, (self.said[-1],))
+        return ScheduledSequence(self._pages, self.num_computed - 1, 1, False, (self.proposed[-1],))
 
     def sampling_row(self, sampling_row: Callable[[SequenceState], SamplingRow]) -> SamplingRow:
         row = sampling_row(self._ahead)
         if self._is_plain:
-            row.num_ahead = len(self.said)
+            row.num_ahead = len(self.proposed)
         return row
 
-    def take(self, token: int) -> None:
+    def add(self, token: int) -> None:
         """Add a proposal, unless it ends the sequence."""
         sequence = self.run.sequence
         self.goes_on = token not in sequence.stop_token_ids
         if not self.goes_on:
             return
-        self.said.append(token)
+        self.proposed.append(token)
         if not self._is_plain:
             self._ahead = self._ahead.fork(token)
         matcher = self._ahead.matcher
-        self.goes_on = len(self.said) < self.run.num_drafts and not (matcher is not None and matcher.is_exhausted)
+        self.goes_on = len(self.proposed) < self.run.num_drafts and not (matcher is not None and matcher.is_exhausted)

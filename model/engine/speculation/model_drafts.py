@@ -42,7 +42,7 @@ class DraftOdds:
         return self._pass_seconds / self._step_seconds + _ROW_COST
 
     def measured(self, *, pass_seconds: float | None = None, step_seconds: float | None = None) -> None:
-        """Take the time of a pass over one token of each sequence, or of a step of the served model."""
+        """Learn the time of a pass over one token of each sequence, or of a step of the served model."""
         if pass_seconds is not None:
             self._pass_seconds = _mean(self._pass_seconds, pass_seconds)
         if step_seconds is not None:
@@ -66,7 +66,7 @@ class DraftOdds:
 
 
 class DraftPages:
-    """By the content's hash, which blocks of the draft model's cache are filled."""
+    """The filled blocks of the draft model's cache, by the hash of their content."""
 
     def __init__(self) -> None:
         self._filled: dict[int, bytes] = {}
@@ -139,14 +139,14 @@ class ModelDrafts:
         return self.num_computed
 
     def ask(self, count: int) -> None:
-        """Note that `count` drafts will be proposed in this step."""
+        """Record that `count` drafts will be proposed in this step."""
         self._num_drafted = count
         if self._is_trial and count:
             self.odds.begin_trial()
 
-    def computed(self, num_tokens: int, num_said: int) -> None:
-        """Note the tokens, drafts included, that are in the cache now, and the number of proposed drafts."""
-        self.num_computed, self._num_drafted = num_tokens, num_said
+    def computed(self, num_tokens: int, num_proposed: int) -> None:
+        """Record how many tokens are in the cache, drafts included, and how many drafts were proposed."""
+        self.num_computed, self._num_drafted = num_tokens, num_proposed
 
     def verified(self, num_accepted: int) -> bool:
         """Learn from a step that accepted `num_accepted` drafts; return whether the draft model proposed them."""
@@ -163,7 +163,7 @@ class ModelDrafts:
         return True
 
     def restart(self) -> None:
-        """Start over: the sequence has lost its blocks."""
+        """Start again, after the sequence has lost its blocks."""
         self.num_computed = self.num_filled = self._num_drafted = 0
 
 

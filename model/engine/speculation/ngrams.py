@@ -49,7 +49,7 @@ class NgramTables:
         return sum(table.itemsize * len(table) for table in self._tables)
 
     def index(self, tokens: array[int]) -> None:
-        """Let the tokens that are new be found."""
+        """Add the tokens that are new to the index."""
         begin, self._end = self._end, max(self._end, len(tokens))
         if 2 * (self._end - self._begin) > self._size:
             self._make(2 * (self._end - self._begin))
@@ -58,7 +58,7 @@ class NgramTables:
             self._index_many(tokens, begin)
 
     def put(self, hashed: Hashes, tokens: array[int]) -> None:
-        """The same of one token, by the hashes of what is before it."""
+        """Add one token, by the hashes of the tokens before it."""
         place = self._end
         if 2 * (place - self._begin) >= self._size:
             return self.index(tokens)

@@ -1,8 +1,7 @@
-"""Speculative decoding of one model: which sequences get drafts, when its draft model is run, and how often drafts were
-right. No torch.
+"""Speculative decoding of one model: chooses the sequences that get drafts, runs the draft model, counts acceptances.
 
-What is proposed in a step is decided when it is scheduled (`propose`), by what each sequence keeps: n-grams
-(`NgramDrafts`) and what the draft model has computed of it (`ModelDrafts`).
+The drafts of a step are chosen when it is scheduled (`propose`), by the state of each sequence: its n-grams
+(`NgramDrafts`), and the part of it that the draft model has computed (`ModelDrafts`). No torch.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ logger = logging.getLogger(__name__)
 
 
 class Speculation:
-    """Gives sequences what drafts for them, runs the draft model, and counts what came of it."""
+    """The speculative decoding of one engine, with its counters."""
 
     def __init__(self, num_speculative_tokens: int, draft_context: int | None = None) -> None:
-        """`num_speculative_tokens`: most drafts in a step of a sequence whose request does not say how many.
+        """`num_speculative_tokens`: the most drafts of a sequence in a step, if its request does not say how many.
         `draft_context`: the draft model proposes tokens up to this length; None: there is no draft model."""
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_context = draft_context
         self.num_drafts = 0  # steps of a sequence with drafts
         self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # drafts that were right
-        self.num_model_draft_tokens = self.num_model_accepted_tokens = 0  # of them, the draft model's
+        self.num_accepted_tokens = 0  # accepted drafts
+        self.num_model_draft_tokens = self.num_model_accepted_tokens = 0  # those of the draft model
         self._odds = DraftOdds()
         self._pages = DraftPages()
-        self._seconds = 0.0  # of the last step, in which the draft model proposed
+        self._seconds = 0.0  # that the draft model took in the last step
 
     def prepare(self, request: Request, sequences: Iterable[SequenceState]) -> None:
-        """Let the sequences of a request be drafted for, if it is to be."""
+        """Set up drafting for the sequences of a request, if it may have drafts."""
         limit = self._limit(request)
         if not limit:
             return
@@ -53,7 +52,7 @@ class Speculation:
                 sequence.model_drafts = ModelDrafts(limit, self._odds, self.draft_context)
 
     def _limit(self, request: Request) -> int:
-        """Return how many tokens of a request a step may draft; beams have no next token to draft."""
+        """Return the most drafts of a request's sequence in a step; 0 for beams, which have no single next token."""
         asked = request.params.num_speculative_tokens
         limit = self.num_speculative_tokens if asked is None else asked
         if asked is None and request.prediction:
@@ -61,7 +60,7 @@ class Speculation:
         return 0 if request.params.num_beams > 1 else limit
 
     def reset(self) -> None:
-        """Assume nothing of the draft model's cache: every sequence has ended."""
+        """Forget the content of the draft model's cache; all sequences have ended."""
         self._pages.clear()
 
     def propose(self, scheduled: SchedulerOutput, scheduler: Scheduler) -> None:
@@ -70,7 +69,7 @@ class Speculation:
             add_drafts(scheduled, scheduler, self._pages)
 
     def run_draft_model(self, scheduled: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> None:
-        """Put the draft model's tokens into a step; if it fails, its sequences are drafted for by n-grams alone."""
+        """Add the draft model's proposals to a step; if it fails, its sequences get drafts from n-grams only."""
         self._seconds = 0.0
         runs = scheduled.draft_runs
         if not runs:
@@ -90,19 +89,19 @@ class Speculation:
             self._odds.measured(pass_seconds=self._seconds / max(1, *(run.num_drafts for run in runs)))
 
     def measured(self, step_seconds: float) -> None:
-        """Take the time of a step that only decoded, with its drafts."""
+        """Learn the time of a step that only decoded, including its drafts."""
         if self.draft_context is not None:
             self._odds.measured(step_seconds=step_seconds - self._seconds)
 
-    def verified(self, sequence: SequenceState, num_drafts: int, num_right: int) -> bool:
-        """Learn how many drafts of a sequence's step were right; return whether they were the draft model's."""
-        by_model = sequence.model_drafts is not None and sequence.model_drafts.verified(num_right)
+    def verified(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> bool:
+        """Learn how many drafts of a sequence's step were accepted; return whether they were the draft model's."""
+        by_model = sequence.model_drafts is not None and sequence.model_drafts.verified(num_accepted)
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_model_draft_tokens += num_drafts * by_model
         return by_model
 
     def accepted(self, num_tokens: int, *, by_model: bool) -> None:
-        """Count drafts that have become tokens of the output."""
+        """Count drafts that became tokens of the output."""
         self.num_accepted_tokens += num_tokens
         self.num_model_accepted_tokens += num_tokens * by_model
