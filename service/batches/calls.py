@@ -12,8 +12,8 @@ import msgspec
 from triptych.service.batches.lines import Line, reply_line
 from triptych.service.batches.records import Result, Usage
 from triptych.service.core.errors import ApiError, invalid
-from triptych.service.http.bodies import JSON
 from triptych.service.http.in_process import InnerReply
+from triptych.service.http.route_table import JSON
 
 AUDIO_ROUTES = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FAILURES = 3  # of the engine on one line, which may be what breaks it

@@ -18,6 +18,7 @@ from triptych.service.core.errors import OLLAMA_ROUTES, ApiError, client_gone, i
 from triptych.service.core.request_context import RequestContext, current
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.parsing import one_of, parsed
+from triptych.service.http.route_table import JSON
 from triptych.service.lifecycle.state import service_of
 from triptych.service.schemas.types import NamesAdapter
 
@@ -27,7 +28,7 @@ B = TypeVar("B", bound=BaseModel)
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a JSON reply; NumPy arrays of float32 become lists."""
-    return Response(_json.encode(value), status, dict(headers or {}), media_type="application/json")
+    return Response(_json.encode(value), status, dict(headers or {}), media_type=JSON)
 
 
 def _list_of_array(value: object) -> object:
@@ -37,7 +38,6 @@ def _list_of_array(value: object) -> object:
     return msgspec.Raw(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-JSON: Final = "application/json"
 # Model names that clients send if they know none: InferenceClient, and the documentation of TGI, TEI and SGLang.
 PLACEHOLDERS: Final = frozenset({"", "dummy", "tgi", "tei", "text-embeddings-inference", "default"})
 LATEST: Final = ":latest"  # the tag of names in Ollama's API; no model has one here
@@ -132,7 +132,7 @@ def _check_content_type(request: Request) -> None:
     if declared == JSON:
         return
     declared = declared.partition(";")[0].strip().lower()
-    if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
+    if declared != JSON and not (declared.startswith("application/") and declared.endswith("+json")):
         message = "send JSON with the header Content-Type: application/json"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
-from triptych.service.http.bodies import JSON, cancel_all
+from triptych.service.http.bodies import cancel_all
 from triptych.service.http.guard import TENANT
 from triptych.service.http.message_head import header_of
+from triptych.service.http.route_table import JSON
 from triptych.service.settings.tenant import Tenant
 
 

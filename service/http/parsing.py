@@ -1,4 +1,4 @@
-"""Makes the model of a JSON body, after its values and the entries of its lists were counted.
+"""Parses a JSON body into its Pydantic model, after its values and the entries of its lists were counted.
 
 Parsing is a call that blocks all other threads, so its cost is limited first (`max_json_values`,
 `max_json_numbers`). A long body is parsed in a thread: the event loop goes on between the steps.

@@ -102,7 +102,7 @@ async def huggingface_answer(
     with naming_errors(names):
         found = huggingface.generate(body, stream=stream)
         with service_of(request).handling():
-            return await answer_taken(
+            return await answer_in_handling(
                 request, found, lambda one: huggingface.TextGeneration(one, body, as_list=as_list), names, ReplyShape()
             )
 
@@ -115,10 +115,10 @@ async def answer(
     `names` are the field names for errors in a stream; `naming_errors` renames the fields of errors that are raised.
     """
     with service_of(request).handling():
-        return await answer_taken(request, body, render, names)
+        return await answer_in_handling(request, body, render, names)
 
 
-async def answer_taken(
+async def answer_in_handling(
     request: Request, body: GenerateBody, render: Render, names: Mapping[str, str], shape: ReplyShape | None = None
 ) -> Response:
     """Generate as `answer` does, inside `Service.handling`; `shape` is the reply shape of a dialect that has one."""

@@ -65,6 +65,6 @@ async def infill(request: Request) -> Response:
     served = await filling_model(request, body.model, body.timeout_s)
     with service_of(request).handling(), naming_errors(names := llama_cpp.names(body)):
         found, shape = llama_cpp.infill(body, served), llama_cpp.shape(body)
-        return await generate.answer_taken(
+        return await generate.answer_in_handling(
             request, found, lambda generation: llama_cpp.Infilled(generation, body), names, shape
         )

@@ -50,7 +50,7 @@ async def create(request: Request) -> Response:
         )
         messages.check_thinking(body, turn.format)
         room = output_room(served, service.model_info(served.name), len(turn.ids))
-        return await generate.answer_taken(
+        return await generate.answer_in_handling(
             request,
             messages.generate_body(body, served, turn.ids, room),
             lambda generation: messages.Messages(generation, body, turn.format),

@@ -340,6 +340,6 @@ async def _written(
     with naming_errors(names):
         found = ollama.generate_body(body, at.served, prompt, room, with_ids=ollama.gives_context(body))
         found = found.model_copy(update={"model": at.served.name})
-        return await generate.answer_taken(
+        return await generate.answer_in_handling(
             request, found, lambda one: ollama.OllamaReply(one, body, format, at.name, at.load_s), names, shape
         )

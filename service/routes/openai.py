@@ -68,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
         with naming_errors(names := openai.chat_names(body)):
             found = openai.chat(body, served, turn.ids, with_ids=turn.format.reasoning is not None)
             shape = turn.shape()
-            return await generate.answer_taken(
+            return await generate.answer_in_handling(
                 request, found, lambda generation: ChatCompletions(generation, body, turn.format), names, shape
             )
 

@@ -57,7 +57,7 @@ async def create(request: Request) -> Response:
             request, body.timeout_s, take_turn(service, served, conversation, answer_is_held=responses.is_held(body))
         )
         keep = _keeper(service, body, [*before, *responses.input_messages(body)])
-        return await generate.answer_taken(
+        return await generate.answer_in_handling(
             request,
             responses.generate_body(body, served, turn.ids),
             lambda generation: responses.Responses(generation, body, turn.format, keep),

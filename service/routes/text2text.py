@@ -125,7 +125,7 @@ async def _answer(
         if options.parameters.truncation not in (None, False, "do_not_truncate"):
             texts = await _truncated(request, served, chosen, texts)
         found = text2text.generate(body, options, served, chosen, texts)
-        return await generate.answer_taken(
+        return await generate.answer_in_handling(
             request, found, lambda generation: text2text.Text2Text(generation, options, keys), names, ReplyShape()
         )
 

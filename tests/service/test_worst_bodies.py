@@ -19,7 +19,7 @@ from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask
 from triptych.service.core import json_bounds as sizes
 from triptych.service.core.json_bounds import json_size
-from triptych.service.http.bodies import JSON
+from triptych.service.http.route_table import JSON
 from triptych.service.runtimes.assembly import tune_garbage_collector
 from triptych.service.settings.service_settings import Limits, ServiceSettings
 
