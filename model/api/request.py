@@ -165,12 +165,12 @@ class AlignmentMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A question to a prompt: where in its source each of the rows [first, end) is.
+    """A request to find the places in the source to which the rows [first, end) of a prompt belong.
 
-    A row is of the token that is read there; what it attends to is about the token that comes next.
+    A row belongs to the token that it reads; its attention shows where the next token is.
     """
 
-    heads: tuple[tuple[int, int], ...]  # (layer, head) whose cross attention is looked at
+    heads: tuple[tuple[int, int], ...]  # (layer, head) of the cross attention that is used
     first: int
     end: int
     num_positions: int  # of the source; later ones are padding
@@ -278,7 +278,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """The tokens that one step (or several, merged) added to one sequence; the last output has a `finish_reason`."""
+    """The tokens that one step, or several merged ones, added to a sequence; the last output has a `finish_reason`."""
 
     request_id: str
     index: int = 0  # of the sequence among the request's n
@@ -292,12 +292,12 @@ class TokenOutput:
     is_missing: bool = False  # the search found fewer hypotheses than n, and none for this index
     scheduled_time: float | None = None  # start of its prefill; set in the first output
     cached_tokens: int = 0
-    drafted_tokens: int = 0  # by the steps that these tokens are of
-    accepted_tokens: int = 0  # of those, right
+    drafted_tokens: int = 0  # in the steps of these tokens
+    accepted_tokens: int = 0  # accepted ones of those
     error: str | None = None
     # Of all the sequence's tokens so far, under the distribution after bans, rules and penalties, before temperature.
     cumulative_logprob: float | None = None
-    probe_logprobs: list[float] | None = None  # once, with the first token: of the probe's tokens, before everything
+    probe_logprobs: list[float] | None = None  # once, with the first token: of the probe's tokens, before bans or rules
     alignment: list[int] | None = None  # once: the source's positions at which the aligned rows begin, never decreasing
 
 

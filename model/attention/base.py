@@ -1,7 +1,7 @@
-"""What attention is asked: packed queries, where their keys are, and the protocol that every backend fulfils.
+"""The interface of attention backends: packed queries, where their keys are, and what a backend computes.
 
 Shapes: T query tokens of B segments, H query heads, K key/value heads, D head_dim, N pool blocks of `block_size` slots.
-There are no pads: segment b owns rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`. A segment's last query stands at its last
+There is no padding: segment b has rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`. A segment's last query is at its last
 key (bottom-right alignment), so query j of b has position `kv_lens[b] - q_lens[b] + j` among the keys.
 """
 
@@ -27,24 +27,24 @@ UNEVEN_TIMES = 4  # the mean
 
 @dataclass
 class DeviceLengths:
-    """The lengths of a step where kernels read them, and bounds of them for what sizes a launch.
+    """The lengths of a step on the device, and bounds on them, which determine the size of a launch.
 
     A launch that is captured with these tensors may be replayed with other lengths in them, up to the bounds. A segment
-    that is only there to fill up has a kv_len of 0 (its output is zeros) and slot -1 (nothing is written).
+    of padding has a kv_len of 0 (its output is zeros) and slot -1 (nothing is written).
     """
 
     cu_seqlens_q: Tensor  # [B + 1] int32 or int64
     kv_lens: Tensor  # [B]
     max_q_len: int  # 1: every segment has one query
     max_kv_len: int
-    cu_seqlens_k: Tensor | None = None  # [B + 1], of keys that are packed rows
+    cu_seqlens_k: Tensor | None = None  # [B + 1] of keys that are packed rows
     singles: int = 0  # the number of first segments with one query (decoding); the others are prompts
     max_single_kv_len: int = 0  # of those
-    uneven: bool = False  # of segments with one query: a few have nearly all keys, so work is divided as for one alone
+    uneven: bool = False  # a few segments with one query have nearly all keys, so work is divided as for one segment
 
     @cached_property
     def apart(self) -> tuple[DeviceLengths, DeviceLengths]:
-        """Of the segments in front and of the others; starts of queries stay those among all."""
+        """The lengths of the first `singles` segments, and of the others; starts still count all rows."""
         count = self.singles
         return (
             DeviceLengths(
@@ -55,23 +55,23 @@ class DeviceLengths:
 
 
 def are_uneven(kv_lens: Sequence[int]) -> bool:
-    """Whether one segment with a single query has so much of the keys that the others would wait for it."""
+    """Return whether one segment with a single query has most of the keys, so that the others would wait for it."""
     longest = max(kv_lens, default=0)
     return longest >= UNEVEN_KEYS and longest * len(kv_lens) > UNEVEN_TIMES * sum(kv_lens)
 
 
 @dataclass
 class AttentionMetadata:
-    """Which rows attend to which keys in one step; an argument of every call, shared by all layers."""
+    """Which rows attend to which keys in one step; all layers share it."""
 
     q_lens: tuple[int, ...]  # queries of each segment, B
-    kv_lens: tuple[int, ...]  # keys of each segment, those of this step counted
+    kv_lens: tuple[int, ...]  # keys of each segment, including those of this step
     causal: bool
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     block_tables: Tensor | None = None  # [B, M] pool blocks of each segment; None: keys are the packed rows given
-    slot_mapping: Tensor | None = None  # [T] where this step's keys go in the pool; None: nothing is written
+    slot_mapping: Tensor | None = None  # [T] pool slots for this step's keys; None: nothing is written
     device_lengths: DeviceLengths | None = None  # static buffers of the caller; None: made from the lens on first use
-    # [T] of causal attention how many keys each query sees; None: those up to itself. More where a picture's tokens see
+    # [T] of causal attention: the keys that each query sees; None: those up to itself. More if a picture's tokens see
     # each other both ways; never fewer than the query before in its segment. Triton's kernels do not read it.
     key_ends: Tensor | None = None
 
@@ -84,7 +84,7 @@ class AttentionMetadata:
         return (0, *accumulate(self.kv_lens))
 
     def on_device(self) -> DeviceLengths:
-        """The lengths as tensors on the device, in one copy."""
+        """Return the lengths as tensors on the device, copied at once."""
         if self.device_lengths is None:
             count = len(self.q_lens)
             lens = [*self.cu_seqlens_q, *self.cu_seqlens_k, *self.kv_lens]
@@ -97,12 +97,12 @@ class AttentionMetadata:
 
     @cached_property
     def reading(self) -> AttentionMetadata:
-        """The same for layers that read what an earlier one has written."""
+        """The same for layers that read the keys of an earlier layer, and write none."""
         return replace(self, slot_mapping=None)
 
     @cached_property
     def groups(self) -> tuple[SegmentGroup, ...]:
-        """Segments that one batched product can serve: equal lengths, or single queries over any lengths."""
+        """Groups of segments for one batched product each: equal lengths, or single queries over any lengths."""
         members: dict[tuple[int, int], list[int]] = {}
         for index, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             key = (1, -1) if q_len == 1 and self.block_tables is not None else (q_len, kv_len)
@@ -110,7 +110,7 @@ class AttentionMetadata:
         return tuple(self.group_of(indices) for indices in members.values())
 
     def group_of(self, indices: list[int]) -> SegmentGroup:
-        """These segments as one batch; their lengths must allow it."""
+        """Return these segments as one group; their lengths must allow it."""
         q_len = self.q_lens[indices[0]]
         kv_lens, ends = [self.kv_lens[index] for index in indices], self.key_ends
         rows = self._rows(indices, self.cu_seqlens_q, q_len)
@@ -138,7 +138,7 @@ class AttentionMetadata:
 
 @dataclass
 class SegmentGroup:
-    """Segments of one metadata that are computed together as a dense batch of `size`."""
+    """Segments that are computed together as a dense batch of `size`."""
 
     rows: Tensor | None  # [size * q_len] of the packed queries; None: all
     key_rows: Tensor | None  # [size * kv_len] of the packed keys; None: all, or keys lie in the pool
@@ -152,27 +152,27 @@ class SegmentGroup:
 
     @cached_property
     def q_positions(self) -> Tensor:
-        """`[size, q_len]`"""
+        """The position of each query among its segment's keys, `[size, q_len]`."""
         return self.kv_lens[:, None] - self.q_len + torch.arange(self.q_len, device=self.kv_lens.device)
 
     @cached_property
     def k_positions(self) -> Tensor:
-        """`[kv_len]`"""
+        """The positions of keys, `[kv_len]`."""
         return torch.arange(self.kv_len, device=self.kv_lens.device)
 
 
 class ScoreBias(Protocol):
-    """What is added to the scaled scores."""
+    """A bias that is added to the scaled scores."""
 
     def __call__(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
-        """Queries `[B, Q, H, D]` and keys `[B, S, K, D]` of a group to `[B, H, Q, S]`."""
+        """Return the bias `[B, H, Q, S]` of a group's queries `[B, Q, H, D]` and keys `[B, S, K, D]`."""
 
 
-# Biases that kernels know. They are found by their methods: an `isinstance` of a protocol takes 20 us on each launch.
+# Biases that kernels compute, recognised by their methods: `isinstance` of a protocol takes 20 us on each launch.
 
 
 def distance_table(bias: ScoreBias) -> Tensor | None:
-    """Return what a bias adds if that depends on nothing but how far a key is from the query; None: on more.
+    """Return what a bias adds for each distance of a key from its query; None if it depends on more than that.
 
     `[H, 2 R + 1]`, for keys from R before to R after the query; beyond R it is as at R.
     """
@@ -187,16 +187,16 @@ def slopes(bias: ScoreBias, device: torch.device) -> Tensor | None:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention; stateless, so that models may share it."""
+    """A way to compute attention; it has no state, so models may share it."""
 
     name: str
     graph_safe: bool  # a launch over static buffers may be captured, and replayed over other lengths in them
     gathers_pages: bool  # copies the pages of a layer each step, instead of reading them where they lie
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
-        """Why it cannot compute a layer's attention; None: it can.
+        """Return why it cannot compute a layer's attention; None if it can.
 
-        `dtype` is that of queries, and of keys and values that are packed rows; `cache` tells of pages, None: there are
+        `dtype` is that of queries, and of keys and values in packed rows; `cache` describes the pages, None: there are
         none.
         """
 
@@ -211,7 +211,7 @@ class AttentionBackend(Protocol):
         bias: ScoreBias | None = None,
         sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        """`softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`; of each head's sink, one more score without a value.
+        """Return `softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`; a sink is one more score, without a value.
 
         Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
         blocks that another segment fills in the same step (`triptych.model.engine.scheduling.block_manager`).
@@ -233,7 +233,7 @@ class CompiledBackend(AttentionBackend, Protocol):
         biased: bool,
         paged: bool,
     ) -> list[tuple[int, int]]:
-        """Bounds (max_q_len, max_kv_len) of `DeviceLengths`, one for each kind of launch that steps can come to.
+        """Return (max_q_len, max_kv_len) of `DeviceLengths` for each kind of launch that steps may need.
 
         A launch depends on bounds alone, so one query in one segment with these compiles what real steps need.
         `most_queries` of a segment and `most_keys` are what a step has at most.
@@ -241,24 +241,24 @@ class CompiledBackend(AttentionBackend, Protocol):
 
 
 def refuse_gradients(backend: AttentionBackend, query: Tensor) -> None:
-    """Raise `RuntimeError` for a query that wants gradients, of a backend whose kernels have none."""
+    """Raise `RuntimeError` for a query that requires gradients, which the backend's kernels do not compute."""
     if query.requires_grad:
         raise RuntimeError(f"the {backend.name} backend computes no gradients: train with torch's (sdpa)")
 
 
 def given(tensor: Tensor | None) -> Tensor:
-    """The keys or values of this step, which only a metadata with everything in the pool may leave out."""
+    """Return the keys or values of this step; only metadata with all keys in the pool may leave them out."""
     assert tensor is not None, "keys and values are neither given nor in the pool"
     return tensor
 
 
 def softcapped(scores: Tensor, softcap: float) -> Tensor:
-    """`softcap * tanh(scores / softcap)`: nearly the scores while they are small, never beyond the softcap."""
+    """Return `softcap * tanh(scores / softcap)`, which is near the scores while they are small, and bounded."""
     return torch.tanh(scores / softcap) * softcap
 
 
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax of scores `[..., H, Q, S]`, in which each head's sink `[H]` takes part (Xiao et al. 2023)."""
+    """Return the softmax of scores `[..., H, Q, S]` together with each head's sink `[H]` (Xiao et al. 2023)."""
     if sinks is None:
         return scores.softmax(dim=-1)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -266,7 +266,7 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def visible(group: SegmentGroup, *, causal: bool, window: int | None) -> Tensor:
-    """Which keys the queries of a group see: `[B, Q, S]`."""
+    """Return which keys the queries of a group see, `[B, Q, S]`."""
     q, k = group.q_positions[:, :, None], group.k_positions[None, None, :]
     mask = k < group.kv_lens[:, None, None]  # [B, 1, S]
     if causal:
@@ -276,7 +276,7 @@ def visible(group: SegmentGroup, *, causal: bool, window: int | None) -> Tensor:
     return mask.expand(-1, q.shape[1], -1)
 
 
-# -- What happens to queries and keys between their projection and attention, for backends that do it themselves.
+# -- Norms and rotations of queries and keys, for backends that compute these themselves.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,7 +286,7 @@ class HeadNorm:
     gain: Tensor  # [D]
     bias: Tensor | None  # [D]
     eps: float
-    centred: bool  # a layer norm, which takes the mean off first; not: RMS
+    centred: bool  # a LayerNorm, which subtracts the mean; else an RMS norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,15 +294,15 @@ class Preparation:
     """A norm of queries and keys, then their rotation by position; at least one of the two."""
 
     query_norm: HeadNorm | None = None
-    key_norm: HeadNorm | None = None  # there is either none of these norms or both
+    key_norm: HeadNorm | None = None  # given if the query's norm is
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [T, 1, R] for the first R of a head's dimensions
-    interleaved: bool = False  # pairs that turn are neighbours, not a half of R apart
+    interleaved: bool = False  # rotated pairs are neighbours, else they are R / 2 apart
 
 
 class PreparingBackend:
-    """A base class of backends that prepare queries and keys and write them into their pages at once."""
+    """A base class of backends that apply norms and rotations and write the pages at once."""
 
-    prepares = True  # not, where the kernel for it is broken
+    prepares = True  # False if the kernel for it is broken
 
     def forward_unprepared(
         self,
@@ -316,7 +316,5 @@ class PreparingBackend:
         bias: ScoreBias | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`forward` (`triptych.model.attention.base.AttentionBackend`) of the queries and keys that `preparation`
-        makes.
-        """
+        """Compute `AttentionBackend.forward` with queries and keys after `preparation`."""
         raise NotImplementedError

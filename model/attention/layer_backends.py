@@ -19,7 +19,7 @@ from triptych.model.config.cache import PagedSpec
 
 
 class PerLayerBackend:
-    """Computes the attention of each layer by the backend that was chosen for it
+    """A backend that computes each layer's attention by the backend that was chosen for it
     (`triptych.model.attention.selection`).
     """
 
@@ -32,11 +32,11 @@ class PerLayerBackend:
 
     @property
     def distinct(self) -> tuple[AttentionBackend, ...]:
-        """The backends that were chosen for some layer."""
+        """The chosen backends, each once."""
         return tuple(dict.fromkeys(self._chosen.values()))
 
     def of(self, layer: AttentionConfig) -> AttentionBackend:
-        """The backend of a layer."""
+        """Return the backend of a layer."""
         return self._chosen[layer]
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
@@ -59,33 +59,33 @@ class PerLayerBackend:
 
 
 def backend_of(backend: AttentionBackend, layer: AttentionConfig) -> AttentionBackend:
-    """What computes the attention of `layer` in a model that has `backend`."""
+    """Return the backend that computes `layer` in a model with `backend`."""
     return backend.of(layer) if isinstance(backend, PerLayerBackend) else backend
 
 
-# -- Recurrent layers as a backend may compute them: all between their projections at once.
+# -- Recurrent layers: a backend may compute everything between their projections at once.
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """A recurrent layer's parameters, but for its projections."""
+    """A recurrent layer's parameters, without its projections."""
 
     config: GatedDeltaConfig
     convolution: Tensor  # [channels, kernel]
-    decay: Tensor  # [value heads], as of the following
+    decay: Tensor  # [value heads]; so is `dt_bias`
     dt_bias: Tensor
     gain: Tensor  # [value_dim] of the norm of outputs
 
 
 @runtime_checkable
 class RecurrentBackend(AttentionBackend, Protocol):
-    """A backend that computes recurrent layers too; nothing of its steps waits for the device."""
+    """A backend that also computes recurrent layers; its steps never wait for the device."""
 
     chunk: int  # tokens of a prompt that are computed together
 
     @abstractmethod
     def unsupported_recurrence(self, config: GatedDeltaConfig, dtype: torch.dtype) -> str | None:
-        """Why it cannot compute a layer over rows of this dtype; None: it can."""
+        """Return why it cannot compute a layer over rows of this dtype; None if it can."""
 
     @abstractmethod
     def recur(
@@ -101,7 +101,7 @@ class RecurrentBackend(AttentionBackend, Protocol):
 def recurrent_backend(
     backend: AttentionBackend, config: GatedDeltaConfig, dtype: torch.dtype
 ) -> RecurrentBackend | None:
-    """What computes a recurrent layer in a model that has `backend`; None: torch does."""
+    """Return the backend that computes a recurrent layer in a model with `backend`; None: torch computes it."""
     for one in backend.distinct if isinstance(backend, PerLayerBackend) else (backend,):
         if isinstance(one, RecurrentBackend) and one.unsupported_recurrence(config, dtype) is None:
             return one

@@ -1,4 +1,4 @@
-"""Attention by the C kernels, which read pages where they lie."""
+"""Attention by the C kernels, which read pages in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triptych.model.native.library import KINDS, Kind, Library
 from triptych.model.native.structures import AttentionShape, KVPages, Segments
 from triptych.model.native.structures import ScoreBias as BiasTable
 
-_MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
+_MARGIN = 32  # kernels score up to 32 keys at once, so they read the bias this far beyond the last key
 
 
 class NativeBackend:
-    """On the CPU, without gradients; the stacks in C call the same kernels by themselves."""
+    """The backend for CPUs, without gradients; stacks in C call the same kernels directly."""
 
     name = "native"
     graph_safe = False
@@ -74,12 +74,12 @@ class NativeBackend:
 
 
 def bias_width(longest: int) -> int:
-    """How wide a table by distance must be for keys up to `longest`: `key - query` is at `width / 2 + key - query`."""
+    """Return the width of a table of biases for keys up to `longest`; `key - query` is at `width / 2 + key - query`."""
     return 2 << (longest + _MARGIN).bit_length()
 
 
 def _bias_table(bias: ScoreBias, longest: int) -> Tensor:
-    """`[H, width]` float32 of the bias by distance."""
+    """Return the bias by distance, `[H, width]` float32."""
     near = distance_table(bias)  # [H, 2 R + 1]
     if near is None:
         raise ValueError("the native kernels add no bias that depends on more than the distance")
@@ -93,14 +93,14 @@ def shape_of(config: AttentionConfig) -> AttentionShape:
 
 
 def kv_pages(layer: LayerCache) -> KVPages:
-    """One layer's pool as rows of slots."""
+    """Describe one layer's pages to C, as rows of slots."""
     strides = (pages.shape[2] * pages.shape[3] for pages in (layer.keys, layer.values))
     scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
     return KVPages(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, *strides)
 
 
 def write_rows(library: Library, cache: LayerCache, slots: Tensor, rows: Tensor, config: AttentionConfig) -> None:
-    """Put the keys and values of `rows` `[T, 2 K D]` at `slots` `[T]`, as `LayerCache.write` does."""
+    """Write the keys and values of `rows` `[T, 2 K D]` to `slots` `[T]`, as `LayerCache.write` does."""
     library.write_pages(shape_of(config), kv_pages(cache), _indices("slots", slots), rows.float().contiguous())
 
 
@@ -129,7 +129,7 @@ def fill_segments(segments: Segments, metadata: AttentionMetadata, cache: LayerC
 
 
 def _indices(name: str, tensor: Tensor) -> Tensor:
-    """As C reads indices: int64, one after the other, in the CPU's memory."""
+    """Return indices as C reads them: contiguous, int64, on the CPU."""
     if tensor.dtype is not torch.int64 or tensor.device.type != "cpu":
         raise TypeError(f"{name} must be int64 on the CPU, found {tensor.dtype} on {tensor.device}")
     return tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention written out (Vaswani et al. 2017, eq. 1): slow, obvious, the oracle of the others."""
+"""Scaled dot-product attention written out (Vaswani et al. 2017, eq. 1), with which the fast backends are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triptych.model.config.cache import PagedSpec
 
 
 class ReferenceBackend:
-    """One segment at a time, scores in float32."""
+    """Computes one segment at a time, with scores in float32."""
 
     name = "reference"
     graph_safe = False
@@ -70,7 +70,7 @@ class ReferenceBackend:
         bias: ScoreBias | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """How much each query takes of each key, `[H, Q, S]`, of one segment's q `[Q, H, D]` and k `[S, K, D]`."""
+        """Return the attention weights `[H, Q, S]` of one segment's q `[Q, H, D]` to its k `[S, K, D]`."""
         k = k.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * config.scale  # [H, Q, S]
         if config.softcap is not None:

@@ -1,6 +1,6 @@
 """Attention through torch's scaled_dot_product_attention, one dense batch for each group of equal segments.
 
-Prompts that start from nothing attend to the rows at hand; what has a past gathers its pages first. The gather costs a
+Prompts without cached keys attend to their own rows; other segments gather their pages first. The gather costs a
 copy of the cache each step: the native backends exist to avoid it.
 """
 
@@ -25,7 +25,7 @@ from triptych.model.config.cache import PagedSpec
 
 
 class SdpaBackend:
-    """Runs wherever torch does, differentiably where there is no cache."""
+    """The backend for every device of torch; it has gradients where there is no cache."""
 
     name = "sdpa"
     graph_safe = False
@@ -61,18 +61,18 @@ class SdpaBackend:
             if group.rows is None:
                 return mixed
             output = torch.empty_like(query) if output is None else output
-            output = output.index_copy(0, group.rows, mixed) if mixed.requires_grad else _put(output, group.rows, mixed)
+            output = (
+                output.index_copy(0, group.rows, mixed)
+                if mixed.requires_grad
+                else output.index_copy_(0, group.rows, mixed)
+            )
         return query if output is None else output
 
 
 def _take(packed: Tensor, rows: Tensor | None, size: int) -> Tensor:
-    """`[size, L, heads, D]` of the packed rows."""
+    """Return packed rows as `[size, L, heads, D]`."""
     taken = packed if rows is None else packed.index_select(0, rows)
     return taken.unflatten(0, (size, -1))
-
-
-def _put(output: Tensor, rows: Tensor, mixed: Tensor) -> Tensor:
-    return output.index_copy_(0, rows, mixed)
 
 
 def _attend(
@@ -85,7 +85,7 @@ def _attend(
     bias: ScoreBias | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`[B, Q, H, D]` from q of that shape and k, v `[B, S, K, D]`."""
+    """Return attention `[B, Q, H, D]` of q `[B, Q, H, D]` to k, v `[B, S, K, D]`."""
     plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
     plain = plain and (group.key_ends is None or not causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
@@ -103,7 +103,7 @@ def _attend(
 def _mask(
     q: Tensor, k: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig, bias: ScoreBias | None
 ) -> Tensor:
-    """`[B, 1, Q, S]` of bool, or `[B, H, Q, S]` of scores to add."""
+    """Return a mask `[B, 1, Q, S]`, or scores to add `[B, H, Q, S]`."""
     seen = visible(group, causal=causal, window=config.window)
     if bias is None:
         return seen[:, None]
@@ -112,7 +112,7 @@ def _mask(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor | None, causal: bool) -> Tensor:
-    """`[B, H, Q, D]` from q of that shape and k, v `[B, K, S, D]`."""
+    """Return attention `[B, H, Q, D]` of q `[B, H, Q, D]` to k, v `[B, K, S, D]`."""
     heads_per_kv = config.num_heads // config.num_kv_heads
     if heads_per_kv > 1 and q.shape[2] == 1:
         # A single query: its heads become the queries of their shared key head, and no key is repeated.
@@ -129,7 +129,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """`_sdpa` with a softcap or sinks, which torch's function does not know: the products written out."""
+    """Compute `_sdpa` with a softcap or sinks, which torch's function lacks."""
     heads_per_kv = config.num_heads // config.num_kv_heads
     k, v = (x.repeat_interleave(heads_per_kv, dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)).float() * config.scale  # [B, H, Q, S]

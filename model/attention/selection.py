@@ -1,4 +1,4 @@
-"""Which backend computes the attention of each layer here, and why; the reason is shown at start-up and in /info."""
+"""Chooses the backend that computes each layer's attention; the reason is shown at start-up and in /info."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 
 @dataclass(frozen=True, slots=True)
 class Selection:
+    """A chosen backend, and why it was chosen."""
+
     backend: AttentionBackend
     reason: str
-    library: Library | None = None  # what runs whole stacks in C
-    preferred: str = ""  # the backend that computes what it can, by the name that `select_backend` takes
-    faults: Faults = field(default_factory=dict)  # kernels that are broken here, which torch replaces
+    library: Library | None = None  # runs whole stacks in C, if the backend is native
+    preferred: str = ""  # the first choice, by the name that `select_backend` takes; some layers may have another
+    faults: Faults = field(default_factory=dict)  # broken kernels, which torch replaces
 
 
 def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Selection:
-    """For each layer of a model the backend that was found, or torch's where that cannot compute it.
+    """Choose a backend for each layer of a model: the found one, or torch's if that cannot compute the layer.
 
-    `config` is of what this rank holds, `dtype` the network's, `cache_dtype` that of the decoder's pages.
+    `config` is that of this rank's network, `dtype` the network's, `cache_dtype` that of the decoder's pages.
     """
     preferred, chosen = found.backend, dict[AttentionConfig, AttentionBackend]()
-    others: dict[str, list[str]] = {}  # reason to the layers that it is of
+    others: dict[str, list[str]] = {}  # layers by the reason
     for stack, index, layer in _attentions(config):
         reason = _unsupported(preferred, layer, dtype, cache_dtype if stack == "decoder" else None)
         broken = found.faults.get(kernel_faults.attention_part(layer))
@@ -59,7 +61,7 @@ def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cac
 
 
 def _attentions(config: ModelConfig) -> Iterator[tuple[str, int, AttentionConfig]]:
-    """Every attention of a model with its stack and layer."""
+    """Yield every attention of a model with its stack and layer."""
     for name, stack in config.stacks.items():
         for index, layer in enumerate(stack.layers):
             for attention in (layer.mixer, layer.cross):
@@ -70,7 +72,7 @@ def _attentions(config: ModelConfig) -> Iterator[tuple[str, int, AttentionConfig
 def _unsupported(
     backend: AttentionBackend, layer: AttentionConfig, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> str | None:
-    """Why a layer cannot be computed over packed rows or, with a cache, over pages; None: it can over both."""
+    """Return why a layer cannot be computed over packed rows or, with a cache, over pages; None if it can."""
     reason = backend.unsupported(layer, dtype, None)
     if reason is not None or cache_dtype is None:
         return reason
@@ -79,7 +81,7 @@ def _unsupported(
 
 
 def _layers(places: Sequence[str]) -> str:
-    """`decoder layers 1, 3`."""
+    """Return the layers as a text such as `decoder layers 1, 3`."""
     stacks: dict[str, list[str]] = {}
     for place in dict.fromkeys(places):
         stack, index = place.split()
@@ -90,10 +92,10 @@ def _layers(places: Sequence[str]) -> str:
 def select_backend(
     device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto", faults: Faults | None = None
 ) -> Selection:
-    """The fastest backend that this device has; the reference backend is never selected, it is the tests' oracle.
+    """Return the fastest backend of this device, but never the reference backend, with which tests compare.
 
-    `wanted` is auto, native, triton or sdpa; raises `ConfigError` where native or triton cannot be had. `faults` are
-    kernels that are known to be broken; None: nothing is known, and the smallest kernel is tried here.
+    `wanted` is auto, native, triton or sdpa; raises `ConfigError` if native or triton is not available. `faults` are
+    the kernels known to be broken; None: nothing is known, and the smallest kernel is tried here.
     """
     found = _native(device, dtype) if wanted in ("auto", "native") else "asked for"
     if isinstance(found, Library):
@@ -119,7 +121,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Library | str:
 
 
 def _without_triton(device: torch.device, dtype: torch.dtype, faults: Faults | None) -> str | None:
-    """Why Triton's kernels cannot run here; None: they can."""
+    """Return why Triton's kernels cannot run here; None if they can."""
     if find_spec("triton") is None:
         return "triton is not installed (it comes with PyTorch's CUDA build)"
     if device.type == "cuda":
@@ -134,8 +136,8 @@ def _without_triton(device: torch.device, dtype: torch.dtype, faults: Faults | N
 
 
 def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Triton compiles at first use, which wants a C compiler for its driver's module and a folder for what it made:
-    a machine without them shows it here and not in somebody's request."""
+    """Run the smallest kernel; return why that failed. Triton needs a C compiler and a folder for its cache:
+    a machine without them fails here, not in a request."""
     from triptych.model.attention.triton import try_out
 
     try:

@@ -123,7 +123,7 @@ class TritonBackend(PreparingBackend):
         bias: ScoreBias | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `PreparingBackend`; a step that writes no pages gets its keys prepared as packed rows."""
+        """Compute the outputs of a step; one that writes no pages gets its keys prepared as packed rows."""
         refuse_gradients(self, query)
         if query.shape[0] == 0:
             return query
@@ -143,7 +143,7 @@ class TritonBackend(PreparingBackend):
     def recur(
         self, layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTables, states: StateCache | None
     ) -> Tensor:
-        """As `RecurrentBackend` has it: one launch for single tokens, three for prompts."""
+        """Compute the outputs of a recurrent layer: one launch for single tokens, three for prompts."""
         refuse_gradients(self, inputs)
         return triton_delta.compute(layer, inputs, gates, tables, states)
 
@@ -158,7 +158,7 @@ class TritonBackend(PreparingBackend):
         paged: bool,
         quantized: bool = False,
     ) -> Tiles:
-        """As `choose_tiles`. Pages of 8 bits change the number of keys, and not at which rows there are other tiles."""
+        """Return the tiles of a launch. Pages of 8 bits change the keys of a tile, not the row counts of its bounds."""
         shared = shared_memory(device)
         return choose_tiles(rows, head_dim, dtype, biased=biased, paged=paged, quantized=quantized, shared=shared)
 
@@ -178,7 +178,7 @@ class TritonBackend(PreparingBackend):
         biased: bool,
         paged: bool,
     ) -> list[tuple[int, int]]:
-        """As `CompiledBackend` has it: `attend` for each cut of the queries, split or not, and `combine` for each
+        """List the launches of a step: `attend` for each cut of the queries, split or not, and `combine` for each
         number of parts. One segment is split into most parts, and by fewer keys into each power of two below."""
         group = config.num_heads // config.num_kv_heads
         if self.unsupported(config, dtype, None) is not None:
@@ -207,8 +207,8 @@ class TritonBackend(PreparingBackend):
         bias: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """In one launch, or in one for what decodes and one for prompts: tiles of prompts are mostly empty of the
-        single queries that decode, and split no keys."""
+        """Compute in one launch, or in one for what decodes and one for prompts: tiles of prompts are mostly empty
+        for the single queries of decoding, and split no keys."""
         lengths, query = metadata.on_device(), _rows(query)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         count = lengths.singles if tables is not None else 0
@@ -270,8 +270,8 @@ class TritonBackend(PreparingBackend):
             _combine(mixed[begin:], weight[begin:], out[begin:], config)
 
     def _parts_of(self, lengths: DeviceLengths, num_tiles: int, config: AttentionConfig, device: torch.device) -> int:
-        """As many parts as fill the GPU; of uneven segments as many as the longest one gets alone, within a bound of
-        memory: parts of shorter ones beyond their keys end at once."""
+        """Return how many parts fill the GPU; for uneven segments as many as the longest one gets alone,
+        within a bound of memory: parts of a shorter segment past its keys end at once."""
         if not lengths.uneven:
             return self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, device)
         most = max(1, _MOST_PARTIAL // num_tiles)
@@ -354,8 +354,8 @@ def _shared_memory(active: object, device: int) -> int:
 
 
 def _table(bias: ScoreBias | None, device: torch.device) -> Tensor | None:
-    """What a bias adds by distance, `[H, 2 R + 1]`, or its slopes `[H]`; raises `ValueError` for one that depends on
-    more."""
+    """Return what a bias adds by distance, `[H, 2 R + 1]`, or its slopes `[H]`; raise `ValueError` for one that
+    depends on more."""
     if bias is None:
         return None
     table = slopes(bias, device)

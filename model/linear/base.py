@@ -1,4 +1,9 @@
-"""Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it."""
+"""Projections of a network: a `LinearSpec` describes one, a `Linear` computes it.
+
+`LinearFactory` makes each `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in
+any order, but scales before the numbers that they multiply; then it is finished. No module is replaced later: each
+`Linear` hides its number format, its packing and its ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,6 @@ from torch import Tensor, nn
 
 from triptych.model.config.sharding import Index, Range, Shape, Shard, ShardSlice
 from triptych.model.errors import ConfigError
-
-# -- Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it. `LinearFactory` makes each
-# `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in any order, but scales
-# before what they multiply, and finished. No module is replaced later: number format, packing and ranks are the
-# `Linear`'s own affair.
 
 
 class Split(Enum):
@@ -46,9 +46,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A projection `x W^T + b`: where it is in the network, its sizes, its fused parts, how ranks divide it.
+    """A projection `x W^T + b`: its name, its sizes, its fused parts, and how ranks divide it.
 
-    `tied_to` names the tensor elsewhere in the network that serves as W too. With a `softcap` the outputs are
+    `tied_to` names a tensor of another module that is W too. With a `softcap` the outputs are
     `softcap * tanh(y / softcap)` of the projection's y. Of several `experts` W has the matrices of all, one below the
     other, and so has b. An `exact` projection is kept in floats whatever format is asked for; in C
     also if it is stored in integers.
@@ -63,7 +63,7 @@ class LinearSpec:
     softcap: float | None = None
     experts: int = 1
     exact: bool = False
-    block: int = 1  # inputs that ranks do not part
+    block: int = 1  # inputs that stay on one rank together
 
     def __post_init__(self) -> None:
         if self.softcap is not None and self.split is Split.INPUTS:
@@ -84,7 +84,7 @@ class LinearSpec:
         return self.tied_to or f"{self.name}.weight"
 
     def shard_slice(self, shard: Shard, tensor: TensorShape) -> ShardSlice | None:
-        """What `shard` keeps of a tensor of this projection, whose sizes are the whole model's; None: all of it."""
+        """Return the slice that `shard` has of a tensor of this projection, which is the whole model's; None: all."""
         if shard.size == 1:
             return None
         held = self._held_experts(shard)
@@ -98,7 +98,7 @@ class LinearSpec:
         return None
 
     def _held_experts(self, shard: Shard) -> Range | None:
-        """The experts that `shard` has whole, or None if it has some columns of each or this is no mixture."""
+        """Return the experts that `shard` has whole; None if it has some columns of each, or this is no mixture."""
         if self.experts == 1:
             return None
         columns, block = self.inputs, self.block
@@ -136,8 +136,8 @@ class TensorShape:
 class Linear(nn.Module):
     """`x W^T + b` of rows x, `[T, inputs]` to `[T, outputs]` in the dtype of x.
 
-    What is torch's parameters here is made when its first rows come, in `dtype` and on `device`; before that, and in a
-    network that is only planned, nothing takes memory.
+    Parameters are allocated when their first rows are filled, in `dtype` and on `device`. Before that, and in a
+    network that is only planned, they take no memory.
     """
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class Linear(nn.Module):
         self.device = device
 
     def tensors(self) -> Mapping[str, TensorShape]:
-        """The tensors that fill it, by their names in the network."""
+        """Return the tensors that fill it, by their names in the network."""
         spec = self.spec
         found = {spec.weight: TensorShape((spec.num_outputs, spec.inputs), outputs=0, inputs=1)}
         if spec.bias:
@@ -155,14 +155,14 @@ class Linear(nn.Module):
         return found
 
     def reserve(self) -> None:
-        """Take memory before anything is read, where it would otherwise lie scattered between the reader's buffers."""
+        """Allocate memory before anything is read; otherwise it would be scattered between the reader's buffers."""
 
     def fill(self, name: str, into: Index, values: Tensor) -> None:
-        """Put `values` at `into` of the tensor `name`; each place is filled once."""
+        """Copy `values` to the slice `into` of the tensor `name`; each element is filled once."""
         self.parameter(name)[into].copy_(values)
 
     def parameter(self, name: str) -> Tensor:
-        """The parameter that is filled as `name`, made if it is not there yet."""
+        """Return the parameter that is filled as `name`, and allocate it if that was not done."""
         own = name.rpartition(".")[2]
         parameter = self._parameters[own]
         assert parameter is not None
@@ -172,14 +172,14 @@ class Linear(nn.Module):
         return parameter.detach()
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        """The dtype that its parameter `name` is made in."""
+        """Return the dtype of its parameter `name`."""
         return self.dtype
 
     def finish(self) -> None:
-        """Do what can only be done once every tensor is there."""
+        """Do what needs all tensors."""
 
     def array_specs(self) -> dict[str, tuple[torch.dtype, Shape]]:
-        """The arrays that it keeps once it is filled: dtypes and shapes by name."""
+        """Return the dtypes and shapes of the arrays of a filled projection, by name."""
         return {
             name: (self._dtype_of(name, parameter), tuple(parameter.shape))
             for name, parameter in self._parameters.items()
@@ -187,17 +187,17 @@ class Linear(nn.Module):
         }
 
     def filled_arrays(self) -> dict[str, Tensor]:
-        """The arrays of a projection that is filled and finished."""
+        """Return the arrays of a filled and finished projection, by name."""
         return {name: self.parameter(name) for name in self.array_specs()}
 
     def adopt(self, arrays: Mapping[str, Tensor]) -> None:
-        """Use read-only arrays that were filled before, instead of filling its own."""
+        """Use read-only arrays of an earlier, filled projection instead of filling its own."""
         for name, array in arrays.items():
             self._parameters[name] = nn.Parameter(array, requires_grad=False)
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes once it is filled."""
+        """The bytes of memory of the filled projection."""
         return sum(self._nbytes(name, parameter) for name, parameter in self.named_parameters(recurse=False))
 
     def _nbytes(self, name: str, parameter: Tensor) -> int:
@@ -210,7 +210,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor: ...
 
     def of_experts(self, x: Tensor, starts: Tensor) -> Tensor:
-        """Rows `[R, outputs_of_expert]` of rows x `[R, inputs]`, each by the matrix of its expert.
+        """Multiply rows x `[R, inputs]`, each by its expert's matrix; return `[R, outputs_of_expert]`.
 
         The rows of expert e are those from `starts[e]` up to `starts[e + 1]`; `[experts + 1]` int32 on the device of x.
         """
@@ -220,8 +220,8 @@ class Linear(nn.Module):
 class CompiledLinear(Linear):
     """A projection whose product is compiled for each kind of launch, when that is first run."""
 
-    tiled_rows: ClassVar[tuple[int, ...]]  # the first number of rows of each kind
-    kernels: bool  # the device has them, else torch multiplies, by `reference`
+    tiled_rows: ClassVar[tuple[int, ...]]  # the smallest number of rows of each kind of launch
+    kernels: bool  # the device has them; otherwise torch multiplies (`reference`)
 
     @property
     @abstractmethod
@@ -229,27 +229,27 @@ class CompiledLinear(Linear):
         """What its kernels are compiled for, apart from numbers of rows; equal projections share them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows `[M, outputs]` of rows `[M, inputs]`, in their dtype. M may be 0, for which nothing is launched."""
+        """Return rows `[M, outputs]` of rows `[M, inputs]`, in their dtype; for M = 0 nothing is launched."""
         if len(x) == 0:
             return x.new_empty(0, self.spec.num_outputs)
         return softcapped(self.by_kernels(x) if self.kernels else self.reference(x), self.spec.softcap)
 
     @abstractmethod
     def by_kernels(self, x: Tensor) -> Tensor:
-        """The product and its bias by compiled kernels, of at least one row."""
+        """Return the product with its bias, of at least one row, by compiled kernels."""
 
     @abstractmethod
     def reference(self, x: Tensor) -> Tensor:
-        """The same product by torch in float32: what the kernels are compared with."""
+        """Return the same product by torch in float32, with which the kernels are compared."""
 
 
 def softcapped(outputs: Tensor, softcap: float | None) -> Tensor:
-    """`softcap * tanh(y / softcap)` of outputs y, where there is one."""
+    """Return `softcap * tanh(y / softcap)` of outputs y; without a softcap, y."""
     return outputs if softcap is None else torch.tanh(outputs / softcap) * softcap
 
 
 def linears(module: nn.Module) -> Iterator[Linear]:
-    """All projections within a module; what a `Linear` itself is made of is not among them."""
+    """Yield all projections within a module, but not the parts of a `Linear`."""
     for child in module.children():
         if isinstance(child, Linear):
             yield child

@@ -1,4 +1,4 @@
-"""The one place where projections are made: which number format, which kernels, over which ranks."""
+"""Makes every projection: chooses its number format, its kernels and its part on each rank."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from triptych.model.system.kernel_faults import Faults
 
 
 class Collective(Protocol):
-    """What ranks compute together; each call is made by all of them."""
+    """Operations over all ranks; every rank makes each call."""
 
     @property
     def shard(self) -> Shard:
-        """Which rank this is, of how many."""
+        """This rank, and the number of ranks."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place or in a new one; the same bits on each."""
+        """Return the sum of a tensor over all ranks, in place or in a new tensor; each rank gets the same bits."""
 
     def concatenate(self, part: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Join the columns `[N, last - first]` of every rank to `[N, V]`."""
@@ -91,21 +91,21 @@ class LinearFactory:
 
     dtype: torch.dtype = torch.float32  # of the network: of what is not quantised, and of hidden states
     device: torch.device = CPU
-    native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
-    library: Library | None = None  # None, with `native`: for sizes alone
-    quantization: str = "none"  # the setting that asks for the formats in `native` or `integers`
-    # By name, what the checkpoint does not have as floats.
+    native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: the first pattern that fits a name counts
+    library: Library | None = None  # None, with `native`: only sizes are computed
+    quantization: str = "none"  # the setting from which the formats in `native` or `integers` follow
+    # The formats of tensors that the checkpoint does not store as floats, by name.
     stored_as: Mapping[str, Storage] = field(default_factory=dict)
-    # Patterns of names of what torch keeps in fp8, in addition to what is stored in fp8; None: nothing.
+    # Patterns of names of projections to keep in fp8, in addition to those stored so; None: none is.
     fp8: tuple[str, ...] | None = None
-    # The same of what torch keeps in integers, and how, with activations as they are.
+    # Likewise of projections to keep in integers, and in which; activations stay floats.
     integers: tuple[tuple[str, NumberFormat], ...] | None = None
     collective: Collective | None = None  # the ranks that share the network; None: there is one
-    faults: Faults = field(default_factory=dict)  # kernels that are broken here: torch multiplies instead
-    prefix: str = ""  # of the names in the specs that it is given
+    faults: Faults = field(default_factory=dict)  # broken kernels, which torch replaces
+    prefix: str = ""  # of the names in specs
 
     def __call__(self, spec: LinearSpec, tied: Callable[[], Tensor] | None = None) -> Linear:
-        """The projection that `spec` asks for; `tied` gives the tensor that `spec.tied_to` names."""
+        """Return the projection of `spec`; `tied` returns the tensor that `spec.tied_to` names."""
         spec = replace(spec, name=self.prefix + spec.name)
         if spec.split is Split.INPUTS and self.collective is not None:
             if spec.experts > 1:  # the sum over a token's experts includes the ranks' parts
@@ -114,13 +114,13 @@ class LinearFactory:
         return self._local(spec, tied)
 
     def _local(self, spec: LinearSpec, tied: Callable[[], Tensor] | None) -> Linear:
-        """What this rank computes by itself."""
+        """Return the projection that this rank computes by itself."""
         stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
                 kept = replace(_EXACT, stored_as=stored_as) if spec.exact else self._kept(number_format, stored_as)
                 return native_linear(kept, spec, self.dtype, self.library)
-        if spec.experts > 1:  # in floats: who asks for less is refused before (`engine.integer_settings`)
+        if spec.experts > 1:  # in floats: other formats were refused before
             kind = kernel_faults.EXPERTS
             if stored_as.scale is None:
                 return self._checked(ExpertsLinear(spec, self.dtype, self.device), kind)
@@ -139,16 +139,16 @@ class LinearFactory:
         return DequantizedLinear(spec, self.dtype, self.device, stored_as)
 
     def _checked(self, made: CompiledLinear | ExpertsLinear, kind: str) -> Linear:
-        """The projection, multiplied by torch if the kernels of its kind are broken here."""
+        """Return the projection; if the kernels of its kind are broken here, torch multiplies."""
         made.kernels = made.kernels and kind not in self.faults
         return made
 
     def _kept(self, number_format: NumberFormat, stored_as: Storage) -> NumberFormat:
-        """What C keeps: as it is stored if it can be, else what is asked for, else what is nearest."""
+        """Return the format that C keeps: the stored one if it can, else the requested one."""
         return self._as_stored(stored_as) or replace(number_format, stored_as=stored_as)
 
     def _as_stored(self, stored_as: Storage) -> NumberFormat | None:
-        """The integers that are kept because they are stored; None: those that are asked for, if any."""
+        """Return the integer format to keep because the checkpoint has it, or one near it; None: the requested one."""
         nearest = nearest_kept(stored_as) if self.quantization == "none" else None
         return kept_as_stored(stored_as) or nearest
 
@@ -165,7 +165,7 @@ class LinearFactory:
         return self._as_stored(stored_as) or next(asked, None)
 
     def within(self, name: str) -> LinearFactory:
-        """The same for the projections of the module `name`."""
+        """Return the factory for the projections of the module `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     @property
@@ -174,12 +174,12 @@ class LinearFactory:
         return bool(self.fp8) or self.quantization != "none"
 
     def __str__(self) -> str:
-        """The number format by the setting that asks for it."""
+        """Name the setting that requests the number format."""
         if not self.quantized:
             return f"dtype {str(self.dtype).removeprefix('torch.')}"
         return "quantization fp8" if self.fp8 else f"quantization {self.quantization}"
 
     @property
     def shard(self) -> Shard:
-        """Which rank the network is for."""
+        """The rank that has the network."""
         return WHOLE if self.collective is None else self.collective.shard

@@ -134,7 +134,7 @@ class ExpertsLinear(FloatLinear):
 
     @property
     def compiled_for(self) -> Hashable:
-        """What its kernels are compiled for, apart from numbers of rows."""
+        """The settings its kernels are compiled for, numbers of rows apart."""
         return self.spec.experts, self.spec.outputs_of_expert, self.spec.inputs, self.bias is None
 
     @property
@@ -164,7 +164,7 @@ class ExpertsLinear(FloatLinear):
 
 
 class DequantizedExpertsLinear(DequantizedWhileRead, ExpertsLinear):
-    """As `ExpertsLinear`, of matrices that are stored as numbers times scales: multiplied as they are read."""
+    """An `ExpertsLinear` whose matrices are stored as numbers times scales, and multiplied while they are read."""
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, storage: Storage) -> None:
         super().__init__(spec, dtype, device)

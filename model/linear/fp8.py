@@ -123,7 +123,7 @@ class Fp8Linear(CompiledLinear):
         return rows and x.device.type == "cuda" and scales_rows(x.device)
 
     def reference(self, x: Tensor) -> Tensor:
-        """The same product by torch in float32, of the same factors: what the kernels are compared with."""
+        """Compute the product of the same factors by torch in float32: the kernels are compared with it."""
         numbers, scales = quantized(x, self.block[1])
         factors = numbers.float() * _spread(scales, self.block[1], x.shape[1])
         high = self.block[0]

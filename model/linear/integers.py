@@ -175,7 +175,7 @@ class IntegerLinear(CompiledLinear):
         return linear(x, weight, self.bias)
 
     def reference(self, x: Tensor) -> Tensor:
-        """The same product by torch in float32: what the kernels are compared with."""
+        """Compute the product by torch in float32: the kernels are compared with it."""
         bias = None if self.bias is None else self.bias.float()
         return linear(x.float(), self.weights(), bias).to(x.dtype)
 
@@ -197,7 +197,7 @@ class IntegerLinear(CompiledLinear):
 
 
 class DequantizedIntegerLinear(DequantizedWhileRead, IntegerLinear):
-    """As `IntegerLinear`, of a matrix that is stored as other numbers times scales: multiplied as it is read."""
+    """An `IntegerLinear` whose matrix is stored as other numbers times scales, and multiplied while it is read."""
 
     def __init__(
         self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, kept: NumberFormat, storage: Storage

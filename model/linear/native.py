@@ -88,7 +88,7 @@ class NativeLinear(Linear):
         return part
 
     def _packed_rows(self, rows: slice) -> Iterator[tuple[int, slice]]:
-        """Where rows of the whole matrix lie in the packed one: its first row, and which of them follow from there."""
+        """Yield where rows of the whole matrix lie in the packed one: the first row there, and which rows follow it."""
         of_expert, first = self.spec.outputs_of_expert, rows.start
         while first < rows.stop:
             expert, row = divmod(first, of_expert)
@@ -181,7 +181,7 @@ class NativeLinear(Linear):
 
 
 class Int8RowsLinear(NativeLinear):
-    """As `NativeLinear`, of a matrix that is stored as it is kept: integers, and a scale for each row."""
+    """A `NativeLinear` whose matrix is stored as it is kept: integers, and a scale for each row."""
 
     keeps_rows = True
 
@@ -201,7 +201,7 @@ class Int8RowsLinear(NativeLinear):
 
 
 class GivenIntegersLinear(NativeLinear):
-    """As `NativeLinear`, of a matrix that is stored as it is kept: integers in groups, scales and maybe offsets."""
+    """A `NativeLinear` whose matrix is stored as it is kept: integers in groups, scales and maybe offsets."""
 
     def __init__(
         self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None, storage: Storage
@@ -236,7 +236,7 @@ class GivenIntegersLinear(NativeLinear):
 
 
 class DequantizedNativeLinear(DequantizedWhileRead, NativeLinear):
-    """As `NativeLinear`, of a matrix that is stored as numbers times scales: multiplied as it is read."""
+    """A `NativeLinear` whose matrix is stored as numbers times scales, and multiplied while it is read."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dt
 
 
 def kernel_of(number_format: NumberFormat) -> Kind:
-    """What C packs weights into that are kept and multiplied so."""
+    """Return the kernel, and so the packing, for weights and activations of a number format."""
     return _KERNELS[number_format.weight, number_format.activation]
 
 

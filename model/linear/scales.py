@@ -70,7 +70,7 @@ class StoredScales:
 
 
 class DequantizedWhileRead(Linear):
-    """What projections share whose matrix is stored as numbers times scales, and is multiplied as it is read.
+    """A projection whose matrix is stored as numbers times scales, and multiplied while it is read.
 
     It stands before the class that keeps the products and computes with them.
     """

@@ -1,4 +1,4 @@
-"""Where in a source each token is: dynamic time warping over what heads of cross attention look at.
+"""Find where in its source each token lies: dynamic time warping over the weights of cross attention.
 
 Whisper's alignment heads follow the audio while the decoder reads a text. The weights of each head are normalised over
 the tokens, smoothed along the audio by a median, and averaged; the cheapest way through them that goes forward in both

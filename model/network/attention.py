@@ -20,16 +20,16 @@ from triptych.model.network.positions import rotate
 
 
 def prepares_heads(config: AttentionConfig) -> bool:
-    """Whether a backend may norm and turn a layer's queries and keys: there is one of both, and nothing else."""
+    """Return whether a backend may prepare a layer's heads: it has norms of heads, a rotation or both, and no more."""
     norms = config.qk_norm is not None and config.qk_norm_span is NormSpan.HEAD
     turns = isinstance(config.position, RotaryConfig)
     return (turns or norms) and not (config.query_offset or config.turns_first or config.keys_of is not None)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a sequence to itself; q, k and v are of one matrix `[q; k; v]`, or `[q; gate; k; v]`.
+    """Multi-head attention of a sequence to itself; one matrix `[q; k; v]`, or `[q; gate; k; v]`, projects all parts.
 
-    Without values of their own these are the keys; a layer that reads another one's keys has queries alone.
+    With `keys_as_values` there is no v; a layer that reads another layer's keys has neither k nor v.
     """
 
     def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         self.v_norm: nn.RMSNorm | None = None
         if config.value_norm is not None:
             self.v_norm = nn.RMSNorm(config.head_dim, eps=config.value_norm.eps, elementwise_affine=False)
-        # Norms of each head with the same gains are what a backend can do itself.
+        # A backend can compute norms of each head, if all heads have the same gains.
         self.norms_first = config.qk_norm is not None and config.qk_norm_span is not NormSpan.HEAD
         self.prepares = prepares_heads(config)
 
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
         return self._projected(mixed.flatten(1), gate, step)
 
     def _read(self, q: Tensor, owner: int, step: StepContext, cache: LayerCache | None) -> Tensor:
-        """What queries `[T, H, D]`, not prepared yet, read of the keys of the layer `owner`."""
+        """Return the attention of queries `[T, H, D]`, before norm and rotation, to the keys of layer `owner`."""
         config, metadata = self.config, step.inputs.metadata_of(cache)
         if config.qk_norm is not None:
             q = self.q_norm(q)
@@ -113,16 +113,16 @@ class SelfAttention(nn.Module):
         return backend.forward(q, None, None, cache, metadata.reading, config, None, self.sinks)
 
     def _projected(self, mixed: Tensor, gate: Tensor, step: StepContext) -> Tensor:
-        """The output of what the heads have read `[T, H D]`, through the gate if there is one."""
+        """Return the output projection of the heads' results `[T, H D]`, which are gated if there is a gate."""
         mixed = sigmoid_gated(mixed, gate) if self.config.output_gate else mixed
         return project(self.out, self.out_bounds, mixed, step)
 
     def _preparation(self, step: StepContext, cache: LayerCache | None) -> Preparation | None:
-        """The norms and the rotation of heads as data; None: there is neither, or more than these."""
+        """Return the norms and the rotation of heads as data; None if a backend cannot prepare the heads."""
         config, position = self.config, self.config.position
         if step.inputs.read_rows is not None or not self.prepares:
             return None
-        if cache is None and step.layer in step.key_owners:  # later layers want these keys as they are read
+        if cache is None and step.layer in step.key_owners:  # later layers need the prepared keys
             return None
         rotary = step.rotary(position) if isinstance(position, RotaryConfig) else None
         interleaved = isinstance(position, RotaryConfig) and position.interleaved
@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of the decoder to the encoder's memory, whose keys and values are computed once."""
+    """Multi-head attention of the decoder to the encoder's output, whose keys and values are computed once."""
 
     def __init__(self, config: AttentionConfig, hidden_size: int, source_size: int, linear: LinearFactory) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class CrossAttention(nn.Module):
         self.out = linear(_output(config, hidden_size))
 
     def keys_and_values(self, encoder_output: Tensor, adapters: RowAdapters | None = None) -> Tensor:
-        """Keys, then values, `[S, 2 K D]` of the memory `[S, d]`, whose rows may have adapters."""
+        """Return keys, then values, `[S, 2 K D]` of the encoder output `[S, d]`, whose rows may have adapters."""
         rows: Tensor = self.kv(encoder_output)
         return rows if adapters is None else adapters.added(self.kv.spec.name, encoder_output, rows)
 
     def project(self, encoder_output: Tensor, adapters: RowAdapters | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values `[S, K, D]` of the memory `[S, d]`."""
+        """Return keys and values `[S, K, D]` of the encoder output `[S, d]`."""
         k, v = (
             self.keys_and_values(encoder_output, adapters)
             .unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim))
@@ -168,5 +168,5 @@ class CrossAttention(nn.Module):
 
 
 def _output(config: AttentionConfig, hidden_size: int) -> LinearSpec:
-    """The projection of what the heads have read."""
+    """Return the output projection."""
     return LinearSpec("out", config.query_size, (Part(hidden_size),), config.out_bias, Split.INPUTS)

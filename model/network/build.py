@@ -16,19 +16,19 @@ FLOAT32 = LinearFactory()
 
 
 def build_model(config: ModelConfig, backend: AttentionBackend, linear: LinearFactory = FLOAT32) -> Transformer:
-    """The network, or one rank's part of it, without storage: every parameter is on torch's meta device."""
+    """Return the network, or one rank's part of it, with all parameters on torch's meta device."""
     with torch.device("meta"):
         return Transformer(config, backend, linear)
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Norms, tables and whatever else is not part of a projection."""
+    """Return the parameters that are not part of a projection: norms, tables and others, by name."""
     owned = {id(parameter) for linear in linears(model) for parameter in linear.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in owned}
 
 
 def tensor_shapes(model: Transformer) -> dict[str, Shape]:
-    """Every tensor that fills the network."""
+    """Return the shape of each tensor that fills the network, by name."""
     shapes = {name: tuple(parameter.shape) for name, parameter in plain_parameters(model).items()}
     for linear in linears(model):
         shapes |= {name: tensor.shape for name, tensor in linear.tensors().items()}
@@ -36,7 +36,7 @@ def tensor_shapes(model: Transformer) -> dict[str, Shape]:
 
 
 def shard_slices(whole: Transformer, shard: Shard) -> dict[str, ShardSlice | None]:
-    """What a rank keeps of each tensor that fills the whole network; None: all of it."""
+    """Return which slice of each tensor of the whole network a rank has; None: all of it."""
     slices = {name: shard.shard_slice(whole.config, name) for name in plain_parameters(whole)}
     for linear in linears(whole):
         slices |= {name: linear.spec.shard_slice(shard, tensor) for name, tensor in linear.tensors().items()}

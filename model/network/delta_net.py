@@ -69,7 +69,7 @@ class GatedDeltaNet(nn.Module):
 def recur(
     layer: Recurrence, inputs: Tensor, gates: Tensor, spans: Iterable[StateSpan], states: StateCache | None
 ) -> Tensor:
-    """As `RecurrentBackend.recur`, by torch and in float32, of spans."""
+    """Compute `RecurrentBackend.recur` of spans by torch, in float32."""
     config = layer.config
     mixed, gate = inputs.float().split((config.channels, config.value_size), dim=-1)
     rate, decay = gates.float().chunk(2, dim=-1)  # [T, H]

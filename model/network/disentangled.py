@@ -29,7 +29,7 @@ class RelativeTable(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class RelativeVectors:
-    """What contents are compared with: a head's key and query for each row of the table."""
+    """The vectors of relative positions: one key and one query per head for each row of the table."""
 
     config: AttentionConfig
     keys: Tensor | None  # [2 span, H, D]; None: no scores from content to position

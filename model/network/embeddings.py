@@ -22,8 +22,6 @@ from triptych.model.network.norms import build_norm
 from triptych.model.network.positions import inverse_frequencies
 from triptych.model.system.devices import to_device
 
-# -- Tokens, positions, image patches and frames of sound to vectors.
-
 
 class LearnedPositions(nn.Module):
     """A trained table; row `position + offset` (BART reserves 2 rows, RoBERTa pad + 1)."""

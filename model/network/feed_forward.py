@@ -17,8 +17,6 @@ from triptych.model.network.fused_ops import clamped, gated, weighted_sums
 from triptych.model.network.inputs import StepContext
 from triptych.model.network.norms import SublayerNorms, build_norm
 
-# -- The feed-forward sublayer.
-
 
 class MLP(nn.Module):
     """`down(act(up(x)))`; gated: `down(act(gate(x)) * up(x))` with gate and up in one matrix."""
@@ -59,7 +57,7 @@ def xielu(x: Tensor, learned: Tensor) -> Tensor:
 
 
 def activated(config: MLPConfig, hidden: Tensor) -> Tensor:
-    """What comes down, `[T, f]`, of what went up, `[T, f]` or gated `[T, 2 f]`."""
+    """Return the activations `[T, f]` of the up projection's output `[T, f]`, or gated `[T, 2 f]`."""
     if config.clamp is not None:
         return clamped(hidden, config.clamp.limit, config.clamp.gain)
     return gated(hidden, config.activation) if config.gated else ACTIVATIONS[config.activation](hidden)
@@ -67,19 +65,18 @@ def activated(config: MLPConfig, hidden: Tensor) -> Tensor:
 
 # -- A mixture of experts as the feed-forward of a layer (Shazeer et al. 2017, Fedus et al. 2021). Rows are put in the
 # order of their experts, so that every expert multiplies its rows at once, and a token's results are added up in the
-# order of its scores: neither depends on the other tokens of a step. Nothing here reads a number back to the host, so a
-# step with experts can be recorded as a CUDA graph; what a projection does with rows that are parted so is its own
-# affair (`Linear.of_experts`).
+# order of its scores: neither depends on the other tokens of a step. Nothing here waits for the device, so a
+# step with experts can be recorded as a CUDA graph. `Linear.of_experts` multiplies the rows.
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Which experts compute which tokens: T tokens, k experts each, of E."""
+    """Which of E experts compute which of T tokens, k experts for each."""
 
-    weights: Tensor  # [T, k] float32, what each expert's result counts, in the order of the choice
-    tokens: Tensor  # [T k] whose row each is, in the order of the experts
-    places: Tensor  # [T, k] where in that order a token's rows are
-    starts: Tensor  # [E + 1] int32, where in it each expert's rows begin; on a rank with some experts, of these
+    weights: Tensor  # [T, k] float32, of each expert's output, in the order of the choice
+    tokens: Tensor  # [T k] the token of each row; rows are sorted by expert
+    places: Tensor  # [T, k] the rows of each token
+    starts: Tensor  # [E + 1] int32, the first row of each expert; of a rank's own experts, if it has only some
 
 
 def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, biases: Tensor | None = None) -> Routes:
@@ -115,12 +112,12 @@ def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, 
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """The columns of each row's largest values, `[T, count]`, of equal ones the first."""
+    """Return the columns of each row's largest values, `[T, count]`; of equal values the first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _chosen(config: ExpertsConfig, choice: ChoiceConfig, logits: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of tokens, and what each counts, `[T, k]` each."""
+    """Return the experts of tokens by a `ChoiceConfig`, and their weights, `[T, k]` each."""
     scores = logits.sigmoid() if choice.sigmoid else logits.softmax(dim=-1)
     wanted = scores + biases
     if choice.groups > 1:
@@ -136,10 +133,10 @@ def _chosen(config: ExpertsConfig, choice: ChoiceConfig, logits: Tensor, biases:
 
 
 def _mixed(logits: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:
-    """SparseMixer's experts of tokens in inference, and what each counts, `[T, count]` each.
+    """Return SparseMixer's experts of tokens in inference, and their weights, `[T, count]` each (Liu et al. 2024).
 
-    One after the other is chosen. What it counts is its softmax over the logits that are left and at most `share` of
-    the larger of both below it.
+    Experts are chosen one after the other. An expert's weight is its softmax over the remaining logits that are at
+    most `share` of the larger of the two below its own.
     """
     experts, weights, left = [], [], logits
     for _ in range(count):
@@ -153,7 +150,7 @@ def _mixed(logits: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:
 
 
 class Experts(nn.Module):
-    """`sum of w_e down_e(act(up_e(x)))` over the experts of a token, and one more for all tokens where there is one."""
+    """`sum of w_e down_e(act(up_e(x)))` over a token's experts, plus a shared expert if there is one."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
@@ -195,7 +192,7 @@ def _of_experts(config: ExpertsConfig, hidden_size: int) -> tuple[LinearSpec, Li
 
 
 def build_feed_forward(config: MLPConfig | ExpertsConfig, hidden_size: int, linear: LinearFactory) -> MLP | Experts:
-    """The feed-forward of a layer."""
+    """Return the feed-forward module of a layer."""
     if isinstance(config, ExpertsConfig):
         return Experts(config, hidden_size, linear)
     return MLP(config, hidden_size, linear)

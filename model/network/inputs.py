@@ -29,21 +29,19 @@ from triptych.model.network.positions import (
 )
 from triptych.model.system.devices import device_tensor, to_device
 
-# -- What a forward pass reads: packed rows, and where each sequence begins.
-
 
 class GivenRows(NamedTuple):
-    """Vectors `[N, d]` that a stack reads at some of its rows `[N]` in the place of the tokens' own."""
+    """Vectors `[N, d]` that replace those of the tokens at some rows `[N]` of a stack's input (pictures)."""
 
     rows: Tensor
     vectors: Tensor
-    layer_token: int | None = None  # whose vectors for every layer they get; None: their own tokens'
-    added: tuple[Tensor, ...] = ()  # `[N, d]` to these rows after the first layer, the second, and so on
+    layer_token: int | None = None  # the token whose `LayerEmbeddings` these rows get; None: their own
+    added: tuple[Tensor, ...] = ()  # `[N, d]` to add to these rows after the first layer, the second, and so on
 
 
 @dataclass(frozen=True, slots=True)
 class StackInput:
-    """What a stack reads: one row a token."""
+    """The input of a stack, one row for each token."""
 
     input_ids: Tensor  # [T]
     positions: Tensor  # [T] that rotary positions and tables of positions go by
@@ -56,7 +54,7 @@ class StackInput:
     other_pools: tuple[AttentionMetadata, ...] = ()
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one
-    contexts: Tensor | None = None  # [T] tokens that each row's request may come to; None: those of its segment
+    contexts: Tensor | None = None  # [T] the length that each row is rotated for (LongRoPE); None: its segment's
     states: tuple[StateSpan, ...] = ()  # which states the rows of recurrent layers go on from, if there is a cache
     # Of a recorded step the same on the device: each row's number, and the slots that it reads and writes.
     single_states: Tensor | None = None  # [3, T]
@@ -65,22 +63,22 @@ class StackInput:
     given: GivenRows | None = None  # rows of pictures, in the place of tokens' vectors
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
-        """What a layer with this cache attends by."""
+        """Return the metadata for a layer with this cache."""
         return self.metadata if cache is None or not cache.pool else self.other_pools[cache.pool - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class CrossInput:
-    """What a decoder attends to: the memory itself, or nothing where its keys and values are in the pool."""
+    """The encoder output that a decoder attends to; None if its keys and values are in the cache."""
 
     metadata: AttentionMetadata
     encoder_output: Tensor | None = None  # [S, d]
     other_pools: tuple[AttentionMetadata, ...] = ()  # as in `StackInput`
     queries: Mapping[int, Tensor] | None = None  # by layer, where its queries are kept: [T, H, D] float32
-    adapters: RowAdapters | None = None  # of the memory's rows
+    adapters: RowAdapters | None = None  # of the encoder output's rows
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
-        """What a layer with this cache attends by."""
+        """Return the metadata for a layer with this cache."""
         return self.metadata if cache is None or not cache.pool else self.other_pools[cache.pool - 1]
 
 
@@ -104,7 +102,7 @@ def packed_input(
     token_types: Sequence[Sequence[int]] | None = None,
     padding: int | None = None,
 ) -> StackInput:
-    """Whole segments, one after the other, attending to themselves without a cache.
+    """Pack whole segments that attend only to themselves, without a cache.
 
     `padding` is a token without a position.
     """
@@ -142,7 +140,7 @@ def positions_of(ids: NDArray[np.int64], lens: ArrayLike, padding: int | None) -
 
 
 class StepContext:
-    """One step of one stack; layers that ask for the same positions get the same tensors."""
+    """What the layers of a stack share in one step; tensors of positions are computed once."""
 
     def __init__(
         self,
@@ -159,7 +157,7 @@ class StepContext:
         the layers whose keys others read, and `layer_vectors` `[T, L, P]` each row's vectors for the layers."""
         self.inputs, self.backend, self.cross = inputs, backend, cross
         self.shared_bias = StepBias(shared_bias) if shared_bias is not None else None
-        self.layer = 0  # which is being computed, where no runner does
+        self.layer = 0  # the layer that is being computed by its module
         self.key_owners = key_owners
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values `[T, K, D]` of these, without a cache
         self.layer_vectors = layer_vectors
@@ -171,14 +169,14 @@ class StepContext:
         self._state_tables: dict[bool, StateTables] = {}
 
     def keep_queries(self, query: Tensor) -> None:
-        """Keep a layer's queries of cross attention `[T, H, D]`, if they are asked for."""
+        """Keep a layer's queries of cross attention `[T, H, D]`, if an alignment needs them."""
         kept = self.cross.queries if self.cross is not None else None
         if kept is not None and self.layer in kept:
             kept[self.layer].copy_(query)
 
     @cached_property
     def relative_table(self) -> Tensor:
-        """`[2 span, d]` of relative positions (DeBERTa)."""
+        """The table of relative positions, `[2 span, d]` (DeBERTa)."""
         assert self._relative is not None
         table: Tensor = self._relative()
         return table
@@ -190,7 +188,7 @@ class StepContext:
         return y if adapters is None else adapters.added(linear.spec.name, x, y)
 
     def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[T, 1, R]` of the rows' positions, for `triptych.model.network.positions.rotate`."""
+        """Return cosine and sine `[T, 1, R]` of the rows' positions, for `triptych.model.network.positions.rotate`."""
         if config not in self._rotaries:
             long = config.scaling is RopeScaling.LONGROPE
             contexts = self._contexts if long else None
@@ -198,7 +196,7 @@ class StepContext:
         return self._rotaries[config]
 
     def _positions(self, config: RotaryConfig) -> Tensor:
-        """`[T]`, or `[T, R / 2]` where pairs of dimensions turn by different coordinates."""
+        """Return the positions `[T]`, or `[T, R / 2]` if pairs of dimensions rotate by different coordinates."""
         coordinates, positions = self.inputs.coordinates, self.inputs.positions
         if coordinates is None or not config.sections:
             return positions
@@ -206,14 +204,14 @@ class StepContext:
         return coordinates[chosen].T
 
     def query_growth(self, config: RotaryConfig) -> Tensor:
-        """What the rows' queries are multiplied by, `[T]` float32."""
+        """Return the factors of the rows' queries, `[T]` float32."""
         if config not in self._growths:
             self._growths[config] = query_growth(config, self.inputs.positions)
         return self._growths[config]
 
     @cached_property
     def _contexts(self) -> Tensor:
-        """`[T]`"""
+        """The length that each row is rotated for, `[T]` (LongRoPE)."""
         if self.inputs.contexts is not None:
             return self.inputs.contexts
         metadata = self.inputs.metadata
@@ -221,7 +219,7 @@ class StepContext:
         return device_tensor(rows, self.inputs.positions.device, torch.int64)
 
     def state_tables(self, chunk: int, *, kept: bool) -> StateTables:
-        """Which rows go on from which states, on the device; `kept`: there is a cache, else all begin with zeros."""
+        """Return which rows start from which states; without a cache (not `kept`) all start from zeros."""
         if kept not in self._state_tables:
             inputs = self.inputs
             if kept and inputs.single_states is not None:
@@ -232,7 +230,7 @@ class StepContext:
         return self._state_tables[kept]
 
     def sinusoids(self, length: int, size: int, dtype: torch.dtype) -> Tensor:
-        """`[2 length - 1, size]` of the distances from `1 - length` to `length - 1` (XLNet)."""
+        """Return the sinusoids `[2 length - 1, size]` of distances from `1 - length` to `length - 1` (XLNet)."""
         if length not in self._sinusoids:
             self._sinusoids[length] = sinusoids_of_distances(length, size, self.inputs.positions.device).to(dtype)
         return self._sinusoids[length]

@@ -34,7 +34,7 @@ class Update:
     """What a sublayer adds to the residual stream."""
 
     rows: Tensor  # [T, d]
-    norm: nn.Module | None  # which they go through first
+    norm: nn.Module | None  # applied to the rows first
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Residual:
 
     @property
     def whole(self) -> Tensor:
-        """The stream with its update."""
+        """The stream with its update added."""
         return self.normed(nn.Identity())[0]
 
     def normed(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """The stream with its update, and the norm of that."""
+        """Return the stream with its update added, and the norm of the sum."""
         if self.update is None:
             return self.x, norm(self.x)
         return add_norm(self.x, self.update.rows, norm, self.update.norm)
@@ -110,7 +110,7 @@ class Layer(nn.Module):
         return self.advance(Residual(x), step, cache).whole
 
     def advance(self, residual: Residual, step: StepContext, cache: LayerCache | StateCache | None) -> Residual:
-        """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
+        """Compute the layer, and leave its last sum to the next norm: one kernel computes both."""
         attn, mlp = self.attn_norms, self.mlp_norms
         x, read = residual.normed(attn.pre)
         x = read if self.config.normed_residual else x
@@ -138,7 +138,7 @@ class Layer(nn.Module):
         return Residual(x if self.scale is None else x * self.scale)
 
     def _mixed(self, x: Tensor, step: StepContext, cache: LayerCache | StateCache | None) -> Tensor:
-        """What attention or the recurrence makes of the rows."""
+        """Return the output of attention or of the recurrence, `[T, d]`."""
         if isinstance(self.config.mixer, AttentionConfig):
             assert not isinstance(cache, StateCache)
             mixed: Tensor = self.attn(x, step, cache, self._score_bias(step))
@@ -148,13 +148,13 @@ class Layer(nn.Module):
         return mixed
 
     def _scaled(self, rows: Tensor, channels: Tensor | None = None) -> Tensor:
-        """What a sublayer adds to the residual stream."""
+        """Return a sublayer's output times the layer's scales."""
         scale = self.config.residual_scale
         rows = rows if channels is None else rows * channels
         return rows if scale == 1.0 else rows * scale
 
     def _score_bias(self, step: StepContext) -> ScoreBias | None:
-        """What the layer's positions add to its scores."""
+        """Return what the layer's positions add to its attention scores, if anything."""
         relative, offset = self.relative, self.attn.offset
         if isinstance(relative, DisentangledBias):
             return relative.vectors(step.relative_table, self.attn.qkv)
@@ -169,7 +169,7 @@ class Layer(nn.Module):
 
 
 def _join(x: Tensor, mixed: Tensor, norms: SublayerNorms, following: nn.Module) -> tuple[Tensor, Tensor]:
-    """`post(x + output(mixed))`, and that as the next sublayer reads it; a norm comes with the sum."""
+    """Return `x = post(x + output(mixed))`, and the next sublayer's input, `following(x)`."""
     output = norms.output if norms.has_output else None
     if isinstance(norms.post, nn.Identity):
         return add_norm(x, mixed, following, output)

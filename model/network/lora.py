@@ -50,7 +50,7 @@ class PlainMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """What an adapter adds to the outputs `[first, first + outputs)` of a projection."""
+    """The part of an adapter that adds to the outputs `[first, first + outputs)` of a projection."""
 
     first: int
     outputs: int
@@ -62,7 +62,7 @@ class LowRankPart:
 
 @dataclass(frozen=True, slots=True)
 class LowRankProjection:
-    """What an adapter adds to a projection, whose parts read ranks of one product with its rows."""
+    """The addition of an adapter to a projection; its parts read ranks of one product with the rows."""
 
     ranks: int
     down: Product  # [T, inputs] to [T, ranks]

@@ -42,7 +42,7 @@ _LAYER = re.compile(r"layers\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Where a stored module is in the network."""
+    """A stored module, and its place in the network."""
 
     module: AdaptedModule
     target: str

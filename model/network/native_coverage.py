@@ -138,7 +138,7 @@ def _unsupported_together(config: StackConfig) -> Iterator[str]:
 
 
 def _unit(config: MLPConfig) -> tuple[object, ...]:
-    """What becomes of the outputs of its first projection."""
+    """Return the settings of the step between the two projections."""
     return config.gated, config.activation, config.clamp
 
 

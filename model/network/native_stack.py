@@ -1,7 +1,7 @@
-"""A stack whose layers run in C: its parameters as C reads them, its steps described, one call for all layers.
+"""Runs the layers of a stack in C: describes its parameters and each step as C reads them, with one call a step.
 
-The network's own modules stay the definition: this reads their norms and packed matrices, and gives the same rows up to
-rounding. What it cannot compute (XLNet's positions, an encoder's output without a cache) the modules still do, over the
+The network's modules remain the definition: C reads their norms and packed matrices, and returns the same rows up to
+rounding. What C cannot compute (XLNet's positions, an encoder's output without a cache), the modules compute over the
 same packed matrices.
 """
 
@@ -86,11 +86,11 @@ def native_linears(
     quantization: str = "none",
     batch_invariant: bool = False,
 ) -> LinearFactory:
-    """Makes the projections of a network whose stacks run in C; without a library, to ask for their sizes.
+    """Return the factory of projections for a network whose stacks run in C; without a library, only for their sizes.
 
     C computes the layers of stacks that it covers, and the head; a `quantization` of `QUANTIZED_LAYERS` keeps both in
-    fewer bits. Of a decoder, or with `batch_invariant`, no product over rows of several segments is left to torch,
-    whose order of additions depends on their number.
+    fewer bits. In a decoder, or with `batch_invariant`, torch multiplies no rows of several segments at once, because
+    its order of additions depends on their number.
     """
     kind = NumberKind(str(dtype).removeprefix("torch."))
     own = NumberFormat(kind, kind)
@@ -110,7 +110,7 @@ def native_linears(
 
 
 def attach_native_stacks(model: Transformer) -> None:
-    """Let C compute the layers of a loaded model's stacks, where it covers them and has packed their matrices."""
+    """Let C compute the layers of those stacks of a loaded model that it covers."""
     library = model.linear.library
     if library is not None:
         for stack in model.stacks.values():
@@ -119,7 +119,7 @@ def attach_native_stacks(model: Transformer) -> None:
 
 
 class NativeStack:
-    """The layers of one stack and its final norm, over the packed matrices of its projections."""
+    """A `StackRunner` that computes the layers of one stack and its final norm in C."""
 
     def __init__(self, stack: Stack, library: Library) -> None:
         self.library = library
@@ -143,11 +143,11 @@ class NativeStack:
 
     @staticmethod
     def unsupported(config: StackConfig) -> str | None:
-        """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
+        """Return why C does not compute the stack; None if it computes each of its layers."""
         return unsupported_stack(config)
 
     def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
-        """Whether a step's keys are where the C code looks for them."""
+        """Return whether C can compute a step with this cache and encoder output."""
         if cache is None and self.stack.config.key_owners:
             return False
         return cross is None or (cross.encoder_output is None and cache is not None)
@@ -184,18 +184,7 @@ class NativeStack:
             spans = inputs.states if cache is not None else whole_segments(inputs.metadata.q_lens)
             step.num_spans, step.spans = len(spans), (StateSpan * len(spans))(*(StateSpan(*span) for span in spans))
         if self._rotaries:
-            pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in self._rotaries]
-            kept += (table for pair in pairs for table in pair)
-            step.rotary = (RotaryTable * len(pairs))(
-                *(
-                    RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], rotary.interleaved)
-                    for rotary, (cos, sin) in zip(self._rotaries, pairs, strict=True)
-                )
-            )
-            for place, rotary in enumerate(self._rotaries):
-                if rotary.growth:
-                    kept.append(context.query_growth(rotary))
-                    step.rotary[place].growth = kept[-1].data_ptr()
+            step.rotary = self._rotary_tables(context, kept)
         if context.layer_vectors is not None:
             kept.append(context.layer_vectors.float().contiguous())
             step.vectors = kept[-1].data_ptr()
@@ -206,6 +195,18 @@ class NativeStack:
         if self._relative:
             step.relative = self._relative.structures(max(inputs.metadata.kv_lens))
         self._run(step, x, inputs.metadata, longest)
+
+    def _rotary_tables(self, context: StepContext, kept: list[Tensor]) -> ctypes.Array[RotaryTable]:
+        """Return a step's cosines and sines; `kept` gets the tensors that must live as long as the step."""
+        found = (RotaryTable * len(self._rotaries))()
+        for place, rotary in enumerate(self._rotaries):
+            cos, sin = (table.float().contiguous() for table in context.rotary(rotary))
+            kept += (cos, sin)
+            found[place] = RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], rotary.interleaved)
+            if rotary.growth:
+                kept.append(context.query_growth(rotary))
+                found[place].growth = kept[-1].data_ptr()
+        return found
 
     def _run(self, step: StepData, x: Tensor, metadata: AttentionMetadata, longest: int) -> None:
         """Run a step of up to `longest` keys; torch computes the convolution parallel to the first layer."""
@@ -243,7 +244,7 @@ class NativeStack:
         return data
 
     def _fill_attention(self, data: LayerData, layer: Layer) -> None:
-        """Give a layer what its attention has but for its norms, and its cross attention if there is one."""
+        """Fill in a layer's attention except for its norms, and its cross attention if there is one."""
         attn = data.self
         if layer.config.attention.qk_norm is not None:
             attn.q_norm = self._norm(layer.attn.q_norm)
@@ -286,12 +287,12 @@ class NativeStack:
         return norm
 
     def _keep(self, tensor: Tensor) -> int:
-        """Where an array is, in float32, that lives as long as the stack."""
+        """Keep a tensor in float32 as long as the stack; return its address."""
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
     def _layers_of(self, cache: KVCache) -> tuple[KVCache, ctypes.Array[KVPages], ctypes.Array[LayerStates]]:
-        """A cache with the pages and the states of each layer; one has pages, or states."""
+        """Return a cache with the pages or the states of each layer."""
         if self._cache is None or self._cache[0] is not cache:
             count = self.stack.config.num_layers
             pages, states = (KVPages * count)(), (LayerStates * count)()
@@ -303,7 +304,7 @@ class NativeStack:
         return self._cache
 
     def _make_biases(self, longest: int) -> ctypes.Array[ScoreBias]:
-        """What is added to scores, for keys up to `longest`.
+        """Return what is added to scores, for keys up to `longest`.
 
         Tables are by distance `[H, width]`, `key - query` at `width / 2 + key - query`.
         """
@@ -326,7 +327,7 @@ class NativeStack:
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
-    """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
+    """Return a layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
     cross, pools = config.cross, pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
     layer = LayerData(mlp=feed_forward_structure(config.feed_forward))

@@ -152,7 +152,7 @@ class NativePositions:
         return bool(self._layers)
 
     def structures(self, longest: int) -> ctypes.Array[RelativePositions]:
-        """Of each layer, for segments of up to `longest` keys."""
+        """Return the structure of each layer, for segments of up to `longest` keys."""
         if self._structures is None or self._reach < longest:
             self._reach, self._structures, self._packed = _reach_of(longest), None, []
             structures = (RelativePositions * len(self._layers))()
@@ -174,7 +174,7 @@ class NativePositions:
 
 
 def relative_bytes(config: StackConfig, dtype: torch.dtype, longest: int) -> int:
-    """What the relative positions of a stack take for segments of up to `longest` keys."""
+    """Return the bytes of a stack's relative positions for segments of up to `longest` keys."""
     total = 0
     for layer in config.distinct_layers:
         mixer = layer.mixer
@@ -190,7 +190,7 @@ def _reach_of(longest: int) -> int:
 
 
 def _kind(config: AttentionConfig, dtype: torch.dtype) -> Kind:
-    """Of the products of an encoder's attention: pairs of bfloat16 want an even number of them."""
+    """Return the number format of the products of an encoder's attention: bfloat16 needs an even `head_dim`."""
     return Kind.F32 if config.head_dim % 2 else KINDS[dtype]
 
 

@@ -55,7 +55,7 @@ class OffsetLayerNorm(nn.Module):
 class HeadsNorm(nn.Module):
     """Norm of a token's queries or keys with gains `[heads, D]`: of each head, or of all heads together.
 
-    Of all heads over several ranks the sum of squares is the ranks' together.
+    A norm over all heads sums the squares of all ranks.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class HeadsNorm(nn.Module):
 def build_heads_norm(
     config: NormConfig, span: NormSpan, num_heads: int, head_dim: int, collective: Collective | None
 ) -> nn.Module:
-    """The norm of a token's queries or keys `[T, heads, D]`."""
+    """Return the norm of queries or keys `[T, heads, D]`."""
     if span is NormSpan.HEAD:
         return build_norm(config, head_dim)
     return HeadsNorm(config, span, num_heads, head_dim, collective)
 
 
 def build_norm(config: NormConfig | None, size: int) -> nn.Module:
-    """The norm of rows of `size`; None is the identity."""
+    """Return the norm of rows of `size`; the identity for None."""
     if config is None:
         return nn.Identity()
     if config.kind is NormKind.RMS and config.unit_offset:
@@ -102,7 +102,7 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
 
 
 def head_norm(norm: nn.Module) -> HeadNorm:
-    """A norm of heads as data."""
+    """Return a norm of heads as data, for backends that compute it."""
     if isinstance(norm, OffsetRMSNorm):
         return HeadNorm(norm.gain, None, norm.eps, centred=False)
     if isinstance(norm, nn.LayerNorm):

@@ -236,7 +236,7 @@ class PackedWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """What keeps some of the arrays: a projection, or the network its plain parameters."""
+    """A holder of some of the arrays: a projection, or the network with its plain parameters."""
 
     specs: Mapping[str, ArraySpec]  # by the names in the file
     arrays: Callable[[], Mapping[str, Tensor]]

@@ -18,7 +18,7 @@ _SUBLAYERS = {
     "embedding": "layer embeddings",
     "bias": "position bias",
 }
-_BESIDE = {  # the layers
+_OF_STACK = {  # outside its layers
     "relative": "position table",
     "convolution": "convolution",
     "layer_embeddings": "layer embeddings",
@@ -67,7 +67,7 @@ def part_of(name: str) -> str:
     if path[1:3] == ["layer_embeddings", "tokens"]:
         return f"{path[0]} layer token table"
     if path[1] != "layers":
-        return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_BESIDE}.get(path[1], "embeddings")
+        return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_OF_STACK}.get(path[1], "embeddings")
     if "norm" in name:
         return f"{path[0]} norms"
     return f"{path[0]} {_SUBLAYERS.get(path[3], 'norms')}"  # with learned scales of sublayers and channels

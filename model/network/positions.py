@@ -13,22 +13,22 @@ from triptych.model.config.attention import AlibiConfig, AttentionConfig, Bucket
 from triptych.model.linear.base import LinearSpec, Part, Split
 from triptych.model.linear.factory import LinearFactory
 
-# -- Rotary positions: queries and keys turned by their position (Su et al. 2021); sinusoids of distances. Frequencies
-# are kept as long as the process: recorded steps read them where they lie.
+# -- Rotary positions: queries and keys are rotated by their position (Su et al. 2021); sinusoids of distances. The
+# frequencies are kept as long as the process: recorded steps read them where they lie.
 
 
 @cache
 def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
-    """`base^(-2k / size)` for k < size / 2, float64. Kept outside of modules: a change of dtype must not round it."""
+    """Return `base^(-2k / size)`, k < size / 2, in float64; not kept in a module, whose dtype may change."""
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
     return torch.pow(base, -exponent).to(device)
 
 
 @cache
 def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
-    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was; 0 of those that stand.
+    """Return radians per position for each pair of dimensions, `[R / 2]`, with the model's scaling; 0: not rotated.
 
-    LONGROPE: `[2, R / 2]`, for short contexts and for long ones.
+    With LONGROPE they are `[2, R / 2]`, for short contexts and for long ones.
     """
     theta, factor, dim = config.theta, config.factor, config.dim
     if config.scaling is RopeScaling.DYNAMIC and config.length > config.original_max_positions:
@@ -59,8 +59,8 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(config: RotaryConfig, plain: Tensor) -> Tensor:
-    """Wavelengths beyond the original context over `low_freq_factor` are stretched, those below it over
-    `high_freq_factor` are not, those between are blended."""
+    """Return the frequencies of Llama 3.1: wavelengths over the original context / `low_freq_factor` are stretched,
+    those below it / `high_freq_factor` are kept, those between are blended."""
     turns = config.original_max_positions * plain / (2 * math.pi)  # of the original context
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
@@ -68,8 +68,8 @@ def _llama3(config: RotaryConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times in the original context are kept, fewer than `beta_slow`
-    stretched, a linear ramp over the dimensions between (Peng et al. 2023, section 3.2)."""
+    """Return the frequencies of YaRN: dimensions that rotate more than `beta_fast` times in the original context are
+    kept, fewer than `beta_slow` stretched, with a linear ramp between (Peng et al. 2023, section 3.2)."""
 
     def dimension(turns: float) -> float:
         spread = config.original_max_positions / (turns * 2 * math.pi)
@@ -86,7 +86,7 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
 
 @cache
 def section_of_pairs(sections: tuple[int, ...], pairs: int, *, in_turn: bool, device: torch.device) -> Tensor:
-    """Return by which coordinate each of the pairs of rotary dimensions turns, `[pairs]`."""
+    """Return the index of the coordinate that rotates each pair of dimensions, `[pairs]`."""
     if not in_turn:
         return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections)).to(device)
     found = torch.zeros(pairs, dtype=torch.int64)
@@ -98,11 +98,10 @@ def section_of_pairs(sections: tuple[int, ...], pairs: int, *, in_turn: bool, de
 def turns(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does).
+    """Return cosine and sine, `[T, 1, R]` each, of R rotary dimensions for `rotate` (Su et al. 2021).
 
-    Positions are `[T]`, or `[T, R / 2]` where the pairs of a row turn by different ones.
-    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` (`[R / 2]`, or each row by its own `[T, R / 2]`),
-    to be broadcast over heads; with `interleaved` pairs are neighbours.
+    Positions are `[T]`, or `[T, R / 2]` if the pairs of a row have different ones. Frequencies are `[R / 2]`, or
+    `[T, R / 2]` if rows have different ones. A pair is two neighbours with `interleaved`, else k and k + R / 2 (Llama).
     """
     each = positions if positions.ndim == 2 else positions[:, None]
     angles = each.float() * frequencies  # [T, R / 2]
@@ -112,12 +111,12 @@ def turns(
 
 
 def query_growth(config: RotaryConfig, positions: Tensor) -> Tensor:
-    """What queries at positions `[T]` are multiplied by, `[T]` float32."""
+    """Return the factors `[T]`, float32, of queries at positions `[T]` (Llama 4)."""
     return 1 + config.growth * torch.log1p(torch.floor(positions.float() / config.original_max_positions))
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
-    """`x` `[T, H, D]` turned by its positions: scores then depend on differences of positions only."""
+    """Return `x` `[T, H, D]` rotated by its positions, so that scores depend only on differences of positions."""
     cos, sin = rotary
     turning, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     if interleaved:
@@ -131,12 +130,12 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = Fals
 
 
 def sinusoids_of_distances(length: int, size: int, device: torch.device) -> Tensor:
-    """`[sin(t w_k) | cos(t w_k)]` of the distances t from `1 - length` to `length - 1`: `[2 length - 1, size]`."""
+    """Return `[sin(t w_k) | cos(t w_k)]` of distances t from `1 - length` to `length - 1`, `[2 length - 1, size]`."""
     angles = torch.arange(1 - length, length, device=device)[:, None] * inverse_frequencies(10_000.0, size, device)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
-# -- Position schemes: tables added to embeddings, rotations of queries and keys, biases of scores.
+# -- Biases of attention scores by position.
 
 
 class BucketBias(nn.Module):
@@ -148,21 +147,21 @@ class BucketBias(nn.Module):
         self.max_distance = config.max_distance
         self.bidirectional = bidirectional
         self.weight = nn.Parameter(torch.empty(config.num_buckets, num_heads))
-        self._near: Tensor | None = None  # buckets of the distances that differ
+        self._near: Tensor | None = None  # buckets of the distances up to `max_distance`
 
     def forward(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
         buckets = self.bucket(group.k_positions[None, None, :] - group.q_positions[:, :, None])  # [B, Q, S]
         return self.weight[buckets].permute(0, 3, 1, 2)  # [B, H, Q, S]
 
     def by_distance(self) -> Tensor:
-        """`[H, 2 R + 1]` of the distances -R to R: from `max_distance` on there is one bucket a side."""
+        """Return the biases `[H, 2 R + 1]` of distances -R to R; beyond `max_distance` each side has one bucket."""
         if self._near is None or self._near.device != self.weight.device:
             reach = self.max_distance
             self._near = self.bucket(torch.arange(-reach, reach + 1, device=self.weight.device))
         return self.weight.T.index_select(1, self._near)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each `key - query` (Raffel et al. 2020, section 2.1)."""
+        """Return the bucket of each `key - query` (Raffel et al. 2020, section 2.1)."""
         count = self.num_buckets
         offset = torch.zeros_like(distance)
         if self.bidirectional:
@@ -178,7 +177,7 @@ class BucketBias(nn.Module):
 
 
 class AlibiBias:
-    """A slope of each head times `key - query`, which is negative for what came before (Press et al. 2022)."""
+    """Each head's slope times `key - query`, which is negative for earlier keys (Press et al. 2022)."""
 
     def __init__(self, config: AlibiConfig) -> None:
         self.config = config
@@ -188,7 +187,7 @@ class AlibiBias:
         return distance[:, None] * self.slopes(distance.device)[:, None, None]  # [B, H, Q, S]
 
     def slopes(self, device: torch.device) -> Tensor:
-        """`[H]` float32."""
+        """Return the slopes `[H]` in float32."""
         return _slopes(self.config, device)
 
 
@@ -198,7 +197,7 @@ def _slopes(config: AlibiConfig, device: torch.device) -> Tensor:
 
 
 class StepBias:
-    """A bias computed once a step: all layers of a stack share the table and the positions."""
+    """A bias that is computed once for each step, because all layers of a stack share its table and positions."""
 
     def __init__(self, bias: ScoreBias) -> None:
         self._bias = bias

@@ -31,7 +31,7 @@ from triptych.model.network.positions import BucketBias
 
 
 class StackRunner(Protocol):
-    """Computes the layers of a stack in the place of its modules."""
+    """A computation of a stack's layers that replaces its modules (in C)."""
 
     def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
         """Whether it can compute a step with this cache and encoder output."""
@@ -47,7 +47,7 @@ class StackRunner(Protocol):
 
 
 class Stack(nn.Module):
-    """Embedded tokens through `num_layers` layers."""
+    """A stack of layers with its embedding of positions and its final norm."""
 
     def __init__(
         self, config: StackConfig, embedding: EmbeddingConfig, linear: LinearFactory, source_size: int | None = None
@@ -92,7 +92,7 @@ class Stack(nn.Module):
             part = Part(config.output_size)
             self.output = linear(LinearSpec("output", config.hidden_size, (part,), bias=False))
         self._weights_of = config.weights_of
-        self.runner: StackRunner | None = None  # what computes the layers instead, attached once weights are there
+        self.runner: StackRunner | None = None  # computes the layers if it covers them; set once the weights are loaded
         self.dump: Write | None = None  # takes the hidden states of each pass, for debugging
 
     @property
@@ -101,13 +101,13 @@ class Stack(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def layer(self, index: int) -> Layer:
-        """What computes layer `index`; layers that share their weights share it."""
+        """Return the module of layer `index`; layers that share weights have the same one."""
         layer = self.layers[self._weights_of[index]]
         assert isinstance(layer, Layer)
         return layer
 
     def embed(self, tokens: Tensor, inputs: StackInput) -> Tensor:
-        """Token vectors `[T, E]` plus position and segment, normalised and projected to `[T, d]`."""
+        """Return token vectors `[T, E]` plus position and segment, normalised and projected to `[T, d]`."""
         if self.positions is not None and not self.config.positions_last:
             tokens = tokens + self.positions(inputs.positions).to(tokens.dtype)
         if self.types is not None:
@@ -137,7 +137,7 @@ class Stack(nn.Module):
 
 
 class StackPass:
-    """Rows on their way through the layers of a stack; the way may be interrupted between two layers."""
+    """A pass of rows through the layers of a stack, which may be interrupted between two layers."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class StackPass:
         return self._stack.config.num_layers - self.layers_done
 
     def advance(self, layers: int) -> None:
-        """Compute the next `layers` layers, or all that are left; the last one includes the final norm."""
+        """Compute the next `layers` layers, or all remaining ones; the last one includes the final norm."""
         layers = min(layers, self.layers_left)
         if self._dump is not None:
             while layers > 0 and self.layers_left > 1:
@@ -183,7 +183,7 @@ class StackPass:
             self._compute(layers)
 
     def _add(self, given: GivenRows, layer: int) -> None:
-        """Add what is given for after a layer to its rows."""
+        """Add the vectors that are given for a layer (`GivenRows.added`) to its output."""
         x = self._residual.whole
         self._residual = Residual(x.index_add(0, given.rows, given.added[layer].to(x.dtype)))
 
@@ -234,7 +234,7 @@ class StackPass:
 
 
 def _shared_bias(config: StackConfig) -> BucketBias | None:
-    """The table of bucketed biases that layers have in common (T5)."""
+    """Return the table of bucketed biases that the layers share (T5), if there is one."""
     if (shared := config.shared_bias) is None:
         return None
     attention = shared.attention

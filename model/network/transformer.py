@@ -118,7 +118,7 @@ class Transformer(nn.Module):
             return self._classifier(self.config.classifier)
 
     def _table(self, embedding: EmbeddingConfig | None) -> TokenTable | None:
-        """A token table, or this rank's part of it."""
+        """Return a token table, or this rank's part of it."""
         if embedding is None or not embedding.vocab_size:
             return None
         return token_table(embedding.vocab_size, embedding.embedding_size, self.linear.collective)
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         return Stack(config, own or self.config.embedding, linear, source_size)
 
     def _head(self, config: ModelConfig, hidden_size: int) -> Linear:
-        """Hidden states to logits; the matrix is the token table where they are tied."""
+        """Return the projection of hidden states to logits; if it is tied, its matrix is the token table."""
         head, table = config.head, self.tokens
         assert head is not None and isinstance(table, TokenTable)
         spec = LinearSpec(
@@ -155,13 +155,13 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
         parameter = next(self.parameters(), None)  # OLMo has none but packed matrices, which are on a CPU
         return self.linear.device if parameter is None else parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the network computes in; of quantised matrices, what their rows come and go in."""
+        """The dtype that the network computes in; of quantised matrices, that of their inputs and outputs."""
         others = ("tokens.weight", "weight_scale")
         floats = (parameter for name, parameter in self.named_parameters() if not name.endswith(others))
         wide = (parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
@@ -169,12 +169,12 @@ class Transformer(nn.Module):
 
     @property
     def stacks(self) -> dict[str, Stack]:
-        """Its stacks, by their names in the configuration."""
+        """The stacks, by their names in the configuration."""
         found = {"encoder": self.encoder, "decoder": self.decoder, "vision": self.vision, "tower": self.tower}
         return {name: stack for name, stack in found.items() if stack is not None}
 
     def dump_activations(self, folder: Path) -> None:
-        """Write every later pass through a stack to a file in `folder`, which is made."""
+        """Write every later pass through a stack to a file in `folder`, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, stack in self.stacks.items():
             stack.dump = dump_to(folder, name)
@@ -185,39 +185,39 @@ class Transformer(nn.Module):
         return vectors * self.config.embedding.scale if self.config.embedding.scale != 1.0 else vectors
 
     def _embed_source(self, input_ids: Tensor) -> Tensor:
-        """Vectors `[T, E]` of what the encoder reads, or a decoder alone."""
+        """Return the vectors `[T, E]` of tokens that the encoder reads, or the decoder of a model without one."""
         own, table = self.config.source_embedding, self.source_tokens
         return self.embed_tokens(input_ids) if own is None or table is None else table(input_ids) * own.scale
 
     def encode(self, inputs: StackInput) -> Tensor:
-        """The encoder's hidden states `[T, d]`, every token seeing its whole segment."""
+        """Return the encoder's hidden states `[T, d]`; each token attends to its whole segment."""
         assert self.encoder is not None
         return self.encoder(self._embedded(inputs), inputs, self.backend)
 
     def encode_images(self, inputs: StackInput) -> Tensor:
-        """The hidden states `[T, d]` of images in a model that has a stack for them."""
+        """Return the hidden states `[T, d]` of images, in a model with a stack for images."""
         assert self.vision is not None
         return self.vision(self._embedded(inputs), inputs, self.backend)
 
     def begin_picture(self, pixels: Tensor, adapters: RowAdapters | None = None) -> PicturePass:
-        """A pass of a picture's normalised pixels `[C, H, W]` to rows for the decoder; as `begin`."""
+        """Return a pass, as `begin` does, of a picture's normalised pixels `[C, H, W]` to rows for the decoder."""
         assert self.pictures is not None
         assert self.tower is not None
         return self.pictures.begin(self.tower, pixels.to(self.dtype), self.backend, adapters)
 
     def begin(self, inputs: StackInput) -> StackPass:
-        """A pass through what reads the inputs, without a cache, that may be interrupted between layers."""
+        """Return a pass through the stack that reads the inputs, without a cache; it may pause between layers."""
         stack = self.vision if inputs.pixels is not None and self.vision is not None else self.encoder or self.decoder
         assert stack is not None
         return StackPass(stack, self._embedded(inputs), inputs, self.backend)
 
     def begin_decoder(self, inputs: StackInput, cross: CrossInput) -> StackPass:
-        """A pass through the decoder, without a cache, over encoder output that is at hand; as `begin`."""
+        """Return a pass, as `begin` does, through the decoder over the given encoder output."""
         assert self.decoder is not None
         return StackPass(self.decoder, self.embed_tokens(inputs.input_ids), inputs, self.backend, None, cross)
 
     def _embedded(self, inputs: StackInput) -> Tensor:
-        """Vectors `[T, E]` of tokens, image patches or frames of sound."""
+        """Return the vectors `[T, E]` of tokens, image patches or frames of sound."""
         if inputs.frames is not None:
             assert self.audio is not None
             return self.audio(inputs.frames.to(self.dtype))
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
     def write_encoder_output(
         self, encoder_output: Tensor, cache: KVCache, slots: Tensor, adapters: RowAdapters | None = None
     ) -> None:
-        """Put each layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[P, S]` of its pool."""
+        """Write each layer's cross keys and values of `encoder_output` `[S, d]` to `slots` `[P, S]` of its pool."""
         assert self.decoder is not None
         library = self.linear.library
         for index, layer_cache in cache.pages.items():
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
                 layer_cache.write(at, *cross.project(encoder_output, adapters))
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
-        """The decoder's hidden states `[T, d]`."""
+        """Return the decoder's hidden states `[T, d]`."""
         assert self.decoder is not None
         x = self.embed_tokens(inputs.input_ids)
         if inputs.given is not None:
@@ -256,31 +256,31 @@ class Transformer(nn.Module):
         return self.decoder(x, inputs, self.backend, cache, cross)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary `[N, V]` of hidden states `[N, d]`."""
+        """Return the logits `[N, V]` of hidden states `[N, d]`."""
         logits, collective = self.partial_logits(hidden), self.linear.collective
         return logits if collective is None else collective.concatenate(logits, self.vocabulary)
 
     def partial_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of hidden states `[N, d]` over this rank's part of the vocabulary."""
+        """Return the logits of hidden states `[N, d]` over this rank's part of the vocabulary."""
         assert self.head is not None and self.config.head is not None
         scale = self.config.head.scale
         return self.head(hidden * scale if scale != 1.0 else hidden)
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary `[N, V]` of masked tokens' hidden states `[N, d]`."""
+        """Return the logits `[N, V]` of masked tokens' hidden states `[N, d]`."""
         assert self.masked_head is not None
         logits, collective = self.masked_head(hidden.to(self.dtype)), self.linear.collective
         return logits if collective is None else collective.concatenate(logits, self.vocabulary)
 
     def pool(self, first: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
-        """The pooler's `tanh(W x + b)` of first tokens `[B, d]`."""
+        """Return the pooler's `tanh(W x + b)` of first tokens `[B, d]`."""
         assert self.pooler is not None
         first = first.to(self.dtype)
         pooled: Tensor = self.pooler(first)
         return torch.tanh(pooled if adapter is None else adapter.added("pooler", first, pooled))
 
     def classify(self, hidden: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
-        """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens.
+        """Return the scores of labels for a segment `[L, d]`: `[1, labels]`, or `[L, labels]` if tokens are classified.
 
         A segment whose end-of-sequence token is classified ends there. An adapter may have a classifier of its own.
         """
@@ -310,21 +310,21 @@ class Transformer(nn.Module):
 
     @property
     def classified_row(self) -> int | None:
-        """The row of a segment's hidden states that the classifier reads; None: there is none, or it reads more."""
+        """The row of a segment that the classifier reads; None: there is no classifier, or it reads several rows."""
         source = self.config.classifier.input if self.config.classifier is not None else None
         if source in (ClassifierInput.LAST, ClassifierInput.LAST_UNPADDED, ClassifierInput.EOS):
             return -1
         return 0 if source in (ClassifierInput.FIRST, ClassifierInput.POOLER) else None
 
     def classify_rows(self, rows: Tensor, adapter: LoraAdapter | None = None) -> Tensor:
-        """Scores over the labels `[N, labels]` of each segment's `classified_row`, `[N, d]`."""
+        """Return the scores of labels `[N, labels]` for each segment's `classified_row`, `[N, d]`."""
         assert self.config.classifier is not None
         rows, classifier = rows.to(self.dtype), self._classifier_of(adapter)
         return classifier(self.pool(rows, adapter) if self.config.classifier.input is ClassifierInput.POOLER else rows)
 
 
 class Classifier(nn.Module):
-    """Vectors to scores over labels."""
+    """The head that turns vectors into scores of labels."""
 
     def __init__(self, config: ClassifierConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Classifier(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """Hidden states to logits over the vocabulary, or over a rank's part of it; `table` is the token table."""
+    """The head of masked tokens: hidden states to logits, or to a rank's part of them; `table` is the token table."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Weights from safetensors into a Transformer, by the family's plan; and back, for the trainer.
+"""Fills a Transformer with a checkpoint's tensors, by the family's plan; and names its tensors again, for the trainer.
 
-The network is built without memory. What it will hold is known before a weight is read (`plan_weights`); then each
-parameter is made once in its final form, dtype and device, filled a few rows at a time, so that no second copy of the
-weights is ever there: a matrix that C multiplies with goes straight into its panels.
+The network is built without memory, so its size is known before a weight is read (`plan_weights`). Then each
+parameter is allocated once, in its final form, dtype and device, and filled a few rows at a time. So there is never a
+second copy of the weights: a matrix that C multiplies is read straight into its panels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from triptych.model.network.build import FLOAT32, build_model, plain_parameters,
 from triptych.model.network.embeddings import TokenTable
 from triptych.model.network.transformer import Transformer
 
-TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
+TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second: of an encoder with a token table of its own
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +43,27 @@ Network = TypeVar("Network", bound=Transformer)
 
 
 def load_model(checkpoint: Checkpoint, backend: AttentionBackend, linear: LinearFactory = FLOAT32) -> Transformer:
-    """The checkpoint's network with its weights; raises `CheckpointError` listing every tensor that does not fit."""
+    """Return the checkpoint's network with its weights; raises `CheckpointError` with all tensors that do not fit."""
     return load_weights(build_model(checkpoint.config, backend, linear), checkpoint)
 
 
 def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
     """Fill a network without storage, which is the checkpoint's or a rank's part of it; raises `CheckpointError`.
 
-    Of tensors that are stored as they are kept, only the part that is kept is read.
+    A rank reads only its part of a tensor, if the tensor is kept as it is stored.
     """
     return fill_weights(model, checkpoint.path.name, plan_sources(model, checkpoint))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSources:
-    """Where the weights of a network come from, by headers alone."""
+    """The plan that says which stored tensors fill a network, made from headers alone."""
 
     stored: Mapping[str, TensorSource]
-    rules: Sequence[tuple[str, TensorRule]]  # which stored tensor fills what
-    zeros: Sequence[ZeroRule]  # what no stored tensor fills
+    rules: Sequence[tuple[str, TensorRule]]  # by name of the stored tensor
+    zeros: Sequence[ZeroRule]  # parts that no stored tensor fills
     shapes: Mapping[str, Shape]  # of the whole network's tensors
-    slices: Mapping[str, ShardSlice | None]  # what this rank keeps of them
+    slices: Mapping[str, ShardSlice | None]  # the part of each that this rank has
     table_dtype: torch.dtype  # of the token table
 
 
@@ -80,7 +80,7 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
 
 
 def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
-    """Read what is planned into a network without storage; `name` is the checkpoint's, for the log."""
+    """Fill a network without storage by a plan; `name` is the checkpoint's, for the log."""
     filler = _Filler(model, sources.table_dtype)
     meter, left = Meter(name, "read"), {name: tensor.nbytes for name, tensor in sources.stored.items()}
     total = sum(left.values())
@@ -103,7 +103,7 @@ def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
 
 
 def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table_dtype: torch.dtype) -> None:
-    """Give a network its plain parameters; projections have theirs."""
+    """Give a network its parameters other than those of projections."""
     model.load_state_dict(parameters, strict=False, assign=True)
     for table in (model.tokens, model.source_tokens):
         if isinstance(table, TokenTable) and table_dtype is not model.linear.dtype:
@@ -113,7 +113,7 @@ def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table
 def plan_tensors(
     config: ModelConfig, stored: Mapping[str, TensorSource], shapes: Mapping[str, Shape]
 ) -> list[tuple[str, TensorRule]]:
-    """Which stored tensor fills which parameter, from headers alone; raises `CheckpointError` if any does not fit."""
+    """Return which stored tensor fills which parameter, by headers; raises `CheckpointError` if any does not fit."""
     plan = plan_load(family_for(config), config, {name: tensor.shape for name, tensor in stored.items()}, shapes)
     for holds in dict.fromkeys(rule.holds for _, rule in plan):
         strange = [name for name, rule in plan if rule.holds is holds and not stored[name].holds(holds)]
@@ -127,7 +127,7 @@ def plan_tensors(
 
 
 def largest_in_flight(stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]]) -> int:
-    """Bytes that are read before they are put where they are kept: the buffer, or a tensor that is transposed."""
+    """Return the most bytes in memory between the file and a parameter: the buffer, or a tensor that is transposed."""
     whole = [stored[name].nbytes for name, rule in plan if rule.transpose]
     return max([BUFFER_BYTES, *whole, *(bytes_in_flight(stored[name]) for name, _ in plan)])
 
@@ -135,14 +135,14 @@ def largest_in_flight(stored: Mapping[str, TensorSource], plan: Sequence[tuple[s
 def kept_table_dtype(
     stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]], linear: LinearFactory
 ) -> torch.dtype:
-    """Of the token table: where C has its own copy, as it is stored if that takes less and loses nothing."""
+    """Return the dtype of the token table: if C has its own copy, the stored one if that is narrower and exact."""
     kinds = [stored[name].dtype for name, rule in plan if rule.target in TOKEN_TABLES and not rule.duplicate]
     narrow = linear.dtype is torch.float32 and kinds and all(kind in (torch.bfloat16, torch.float16) for kind in kinds)
     return kinds[0] if linear.native and narrow else linear.dtype
 
 
 class _Filler:
-    """Puts what is read where it is kept: into projections, and into parameters made when their first rows come."""
+    """Copies rows into projections, and into parameters that are allocated when their first rows arrive."""
 
     def __init__(self, model: Transformer, table_dtype: torch.dtype) -> None:
         self._model = model
@@ -154,7 +154,7 @@ class _Filler:
             linear.reserve()
 
     def put(self, name: str, into: Index, values: Tensor) -> None:
-        """`values` at `into` of the tensor `name`; a table that a head is tied to may fill both."""
+        """Copy `values` to the slice `into` of the tensor `name`; a table that a head is tied to may fill both."""
         if name in self._linears:
             self._linears[name].fill(name, into, values)
         if name in self._shapes:
@@ -165,24 +165,24 @@ class _Filler:
             self._parameters[name][into].copy_(values)
 
     def holds(self, name: str, into: Index, values: Tensor) -> bool:
-        """Whether `values` are what is there, in the dtype that it is kept in."""
+        """Return whether the tensor has these values already, in its own dtype."""
         if name in self._parameters:
             there = self._parameters[name][into]
         else:
-            head = self._linears[name]  # whose packed matrix is the token table
+            head = self._linears[name]  # its packed matrix is the token table
             assert isinstance(head, NativeLinear)
             there = head.rows(torch.arange(into[0].start, into[0].stop))[(slice(None), *into[1:])]
         return torch.equal(there, values.to(there.device, there.dtype))
 
     def finish(self) -> None:
-        """Hand the parameters over, and let every projection finish."""
+        """Give the network its parameters, and finish all projections."""
         adopt_parameters(self._model, self._parameters, self._table_dtype)
         for linear in linears(self._model):
             linear.finish()
 
 
 def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The model under its family's published tensor names: the load plan read backwards."""
+    """Yield the model's tensors under its family's published names: the load plan, reversed."""
     family = family_for(model.config)
     return joined(family, _by_rules(model, family))
 
@@ -216,9 +216,9 @@ def _as_stored(tensor: Tensor, stored_heads: list[int]) -> Tensor:
 def _fill(
     filler: _Filler, reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> bool:
-    """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`.
+    """Fill a `shard_slice` of the rule's target, of shape `whole`, with its part of the stored tensor `name`.
 
-    Returns whether float16 numbers are finite: what overflowed when a model was stored is infinite.
+    Returns whether all numbers of float16 are finite; those that overflowed when a model was stored are not.
     """
     shape, finite = local_shape(whole, shard_slice), True
     for into, values in stored_parts(reader, name, rule, whole, shard_slice):
@@ -235,7 +235,7 @@ def _fill(
 def stored_parts(
     reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> Iterator[tuple[Index, Tensor]]:
-    """A few rows after the other, and where in the piece they go; transposed ones all at once."""
+    """Yield a few rows at a time with their place in the piece; a transposed tensor is read at once."""
     rows, width = rule.rows or (0, whole[0]), math.prod(whole[1:])
     for source, into in cuts(whole, rows, shard_slice):
         assert len(source) <= 2, "no parameter is split by a later dimension"
@@ -260,7 +260,7 @@ def stored_parts(
 
 
 def _repeated(reader: TensorReader, name: str, rule: TensorRule, total: int, width: int) -> Tensor:
-    """All stored rows `[total, width]`, each as often as it counts."""
+    """Return the stored rows, each repeated as the rule says, `[total, width]`."""
     repeat = rule.repeat or total
     stored = reader.region(name, width, slice(0, width), 0, -(-total // repeat))
     return stored.repeat_interleave(repeat, dim=0)[:total]
