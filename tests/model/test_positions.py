@@ -80,13 +80,6 @@ def test_sinusoids_follow_the_papers_formula() -> None:
             assert table[row, size // 2 + k].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-@pytest.mark.parametrize("distance", [1, 7, 30])
-def test_products_of_sinusoids_depend_on_the_distance_only(distance: int) -> None:
-    table = SinusoidalPositions(SINUSOIDAL, 32)(torch.arange(200))
-    products = (table[distance:] * table[: 200 - distance]).sum(-1)
-    torch.testing.assert_close(products, products[:1].expand_as(products), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64)])
 def test_buckets_equal_transformers(bidirectional: bool, buckets: int, far: int) -> None:
