@@ -37,14 +37,14 @@ _HOW_COMPUTED = (  # or found; what is stored says the rest itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedLayout:
-    """What the layouts of this module share."""
+    """What the layouts of this module have in common."""
 
     others: tuple[str, ...] = ()  # tensors that say nothing new
     zero_bias: bool = False
 
     @property
     def tool(self) -> str:
-        """For people."""
+        """The name of the tool that wrote the layout, for messages."""
         raise NotImplementedError
 
     @property
@@ -63,7 +63,7 @@ class CodedLayout:
         return (*self.needed, *self.others)
 
     def storage(self) -> Storage:
-        """What is read."""
+        """Return the storage that is read."""
         raise NotImplementedError
 
     def dequantised(self) -> Storage:
@@ -177,7 +177,7 @@ class E2M1Layout(CodedLayout):
 
 
 def bitsandbytes(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, CodedLayout]:
-    """What bitsandbytes stored by way of transformers, by stored projection; raises `ConfigError`."""
+    """Return the layout of each projection that bitsandbytes stored through transformers; raise `ConfigError`."""
     expect(WHERE, settings, _BITSANDBYTES, known=_HOW_COMPUTED)
     in_4_bits = settings.get("load_in_4bit") or settings.get("_load_in_4bit")
     layout, mark = (TableLayout(), ".weight.absmax") if in_4_bits else (Int8RowsLayout(), ".SCB")

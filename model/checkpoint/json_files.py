@@ -64,7 +64,7 @@ def is_read(name: str) -> bool:
 
 
 class Use(StrEnum):
-    """What is done with a key."""
+    """How a key is handled."""
 
     SERVED = "served"
     WARNED = "named in a warning"  # it would change results, and is not computed

@@ -29,7 +29,7 @@ _NEAREST = (8, 128)  # bits and group that C keeps what it cannot keep as it is 
 
 
 class Along(Enum):
-    """What the numbers that share a word of 32 bits run along."""
+    """The axis along which numbers share a word of 32 bits."""
 
     INPUTS = "inputs"
     OUTPUTS = "outputs"
@@ -82,7 +82,7 @@ class IntegerLayout:
         return 1 << (self.bits - 1)
 
     def storage(self) -> Storage:
-        """What is read: groups that C has not are cut into smaller ones, or become the numbers that they stand for."""
+        """Return the storage that is read: groups that C lacks are cut into smaller ones, or dequantised."""
         kept = next((size for size in reversed(GROUPS) if self.group % size == 0), None)
         if self.order is not None or kept is None:
             return self.dequantised()
@@ -198,7 +198,7 @@ class _Peek:
             tensors.__exit__(*error)
 
     def metadata(self, name: str) -> str | None:
-        """What any of the files says of a name."""
+        """Return what any of the files says of a name."""
         return next((told[name] for tensors in self._open if name in (told := tensors.metadata() or {})), None)
 
     def find(self, name: str) -> NDArray[Any] | None:

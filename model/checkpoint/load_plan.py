@@ -84,7 +84,7 @@ def stored_projections(
 
 
 def wanted_shape(rule: TensorRule, targets: Mapping[str, Shape]) -> Shape:
-    """Of the tensor that `rule` takes, as it is stored; `targets` are the parameters' shapes."""
+    """Return the stored shape of the tensor that `rule` takes; `targets` are the shapes of parameters."""
     if rule.shape is not None:
         return rule.shape
     shape = targets[rule.target]

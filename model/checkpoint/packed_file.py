@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a packed file holds, by name, and of what it is."""
+    """The table of a packed file: where each array lies by name, and what the file was made of."""
 
     identity: Mapping[str, str]
     places: Mapping[str, Place]

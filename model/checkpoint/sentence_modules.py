@@ -270,7 +270,7 @@ def tokenizer_arguments(texts: Mapping[str, Any], where: str) -> tuple[int | Non
 
 
 class Fate(StrEnum):
-    """What is done with a key."""
+    """How a key is handled."""
 
     SERVED = "served"
     WITHOUT_EFFECT = "without effect on vectors"

@@ -40,7 +40,7 @@ _ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where the numbers of a tensor lie: element `i, j, ...` at `offset + item_bytes * (i * strides[0] + ...)`."""
+    """A stored tensor: element `i, j, ...` lies at `offset + item_bytes * (i * strides[0] + ...)`."""
 
     name: str
     kind: str  # as safetensors calls it

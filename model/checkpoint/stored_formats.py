@@ -119,7 +119,7 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
 
 
 def _int8_group(where: str, group: Mapping[str, Any]) -> Storage | Layout:
-    """What is multiplied by tokens with one scale each, or a layout of groups or with zero points."""
+    """Return the storage of rows with one scale per row and per token, or the layout of groups or zero points."""
     weights = group.get("weights")
     if isinstance(weights, Mapping) and (weights.get("strategy") == "group" or weights.get("symmetric") is False):
         return compressed(where, group, "int-quantized")

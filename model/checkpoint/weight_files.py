@@ -25,7 +25,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What stands in names that the family's table has not: modules that wrap others, and a `prefix` of all."""
+    """Parts of stored names that the family's table lacks: modules that wrap others, and a `prefix` of all names."""
 
     prefix: str = ""
     modules: tuple[str, ...] = ()

@@ -247,7 +247,7 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def _sign(path: Path) -> tuple[int, int, int]:
-    """What differs once a file is another."""
+    """Return numbers that differ if the file is replaced."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ino
 

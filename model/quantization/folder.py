@@ -43,7 +43,7 @@ _REPLACED = (
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What rounding took from one matrix: sums of squares."""
+    """The error of rounding one matrix: sums of squares."""
 
     error: float
     weights: float
@@ -56,7 +56,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Report:
-    """What was written."""
+    """What a conversion wrote."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def loss(self) -> Loss:
-        """Of all matrices together."""
+        """The loss of all matrices together."""
         losses = self.losses.values()
         return Loss(sum(loss.error for loss in losses), sum(loss.weights for loss in losses))
 
@@ -179,7 +179,7 @@ def _place(tensor: TensorSource) -> tuple[str, int, str]:
 
 
 def _written(tensor: TensorSource, projection: Projection | None) -> list[Described]:
-    """What a stored tensor becomes in the folder."""
+    """Return the tensors of the folder that a stored tensor becomes."""
     return (
         [Described(tensor.name, tensor.kind, tensor.shape)] if projection is None else [*projection.tensors().values()]
     )
