@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.model.text.grammar import json_rule, rules_grammar, rules_of
-from triptych.service.chat.call_texts import is_text, known_texts
+from triptych.service.chat.argument_values import is_text, known_texts
 from triptych.service.chat.chat_template import ID, INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
 from triptych.service.chat.formats import ReasoningFormat
 from triptych.service.chat.reply_parser import ReplyFormat

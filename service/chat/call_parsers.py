@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
-from triptych.service.chat.call_texts import json_calls, json_value, properties_of, value_json
+from triptych.service.chat.argument_values import Values, json_value
+from triptych.service.chat.call_texts import json_calls
+from triptych.service.chat.chat_template import ArgumentSyntax
+from triptych.service.chat.marked_calls import CallEnd, marked_arguments
 from triptych.service.chat.parts import PartSink
 from triptych.service.chat.reader import Reader, Steps
 from triptych.service.chat.tools import Tool
@@ -21,18 +25,16 @@ DEEPSEEK_MARKS = tuple(  # around all calls, around each, and between its name a
     f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 )
 _FENCES = ("```json\n", "```tool_code\n", "```tool_call\n", "```\n")
+PARAMETERS = ArgumentSyntax("<parameter=", ">\n", "\n</parameter>\n")  # of Qwen3-Coder
+_FUNCTION_END = CallEnd("</function>", ("</tool_call>", "<tool_call>", "<function="))
 _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
 _PLAIN_VALUE = re.compile(r"[^,}\]]*")
 _HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # beginnings of gpt-oss messages
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 _PYTHON_VALUES = {"None": None, "True": True, "False": False}
 _TO = ">>>"
 _SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
-
-
-def anything(name: str) -> bool:
-    """Return whether there is a name: after a family's own mark, every name is accepted as a call's."""
-    return bool(name)
 
 
 def hermes(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
@@ -51,11 +53,11 @@ def _tagged(reader: Reader, sink: PartSink, tools: Mapping[str, Tool], *markers:
         if marker == "<tool_call>":
             following = yield from reader.skip_spaces()
             if following in ("{", "["):
-                if not (yield from json_calls(reader, sink, anything)):
+                if not (yield from json_calls(reader, sink, None)):
                     sink.content(reader.recorded())
                     continue
                 while (yield from reader.skip_spaces()) == "{":
-                    yield from json_calls(reader, sink, anything)
+                    yield from json_calls(reader, sink, None)
                 yield from reader.accept("</tool_call>")
                 continue
             if (yield from reader.accept("<function=")) is None:
@@ -82,23 +84,8 @@ def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
     if (yield from reader.skip_spaces()) == "{":
         yield from reader.bracketed(sink.arguments)
         yield from reader.skip_spaces()
-        yield from reader.accept("</function>")
-        return True
-    properties = properties_of(tools.get(name))
-    before = "{"
-    while True:
-        yield from reader.skip_spaces()
-        if (yield from reader.accept("<parameter=")) is None:
-            break
-        key: list[str] = []
-        yield from reader.until(">", emit=key.append)
-        value: list[str] = []
-        yield from reader.until("</parameter>", emit=value.append)
-        text = "".join(value).removeprefix("\n").removesuffix("\n")
-        named = "".join(key).strip()
-        sink.arguments(f"{before}{json.dumps(named)}: {value_json(text, properties.get(named))}")
-        before = ", "
-    sink.arguments("{}" if before == "{" else "}")
+    else:
+        yield from marked_arguments(reader, sink, PARAMETERS, Values(tools.get(name)), _FUNCTION_END)
     yield from reader.accept("</function>")
     return True
 
@@ -109,7 +96,7 @@ def mistral(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
     while (yield from reader.until(marker, emit=sink.content)) is not None:
         reader.record(marker)
         if (yield from reader.skip_spaces()) in ("[", "{"):
-            yield from json_calls(reader, sink, anything)
+            yield from json_calls(reader, sink, None)
         else:
             yield from _named_call(reader, sink)
         sink.content(reader.recorded())
@@ -123,9 +110,8 @@ def _named_call(reader: Reader, sink: PartSink) -> Steps[bool]:
             return False
         at = len(reader.text)
         yield
-    if found[0] not in "[{":
-        return False
     name = reader.take(found.start())
+    yield from reader.skip_spaces()
     if (yield from reader.accept("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         yield from reader.until("[ARGS]", emit=lambda _: None)
     if (yield from reader.skip_spaces()) != "{" or not name:
@@ -158,6 +144,15 @@ def bare_json(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
         yield from json_calls(reader, sink, tools.__contains__)
         sink.content(reader.recorded())
         yield from reader.rest(sink.content)
+
+
+def granite(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse JSON after `<|tool_call|>`, a token of Granite 3, or after `<tool_call>`, as Granite 3.1 spells it."""
+    while (marker := (yield from reader.until("<|tool_call|>", "<tool_call>", emit=sink.content))) is not None:
+        reader.record(marker)
+        if (yield from reader.skip_spaces()) in ("[", "{"):
+            yield from json_calls(reader, sink, None)
+        sink.content(reader.recorded())
 
 
 def generic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
@@ -217,16 +212,17 @@ def gemma(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[No
         body: list[str] = []
         yield from reader.until(ends[marker], emit=body.append)
         name, bracket, rest = "".join(body).strip().removeprefix("call:").partition("{")
-        value = _gemma_object(bracket + rest)
-        if value is None or not name.strip():
+        name = name.strip()
+        value = _gemma_object(bracket + rest, Values(tools.get(name)))
+        if value is None or not name:
             sink.content(reader.recorded())
             continue
         reader.drop_record()
-        sink.call(name.strip())
+        sink.call(name)
         sink.arguments(value)
 
 
-def _gemma_object(text: str) -> str | None:
+def _gemma_object(text: str, values: Values) -> str | None:
     """Return the JSON of an object in Gemma's form; None if the text is not one."""
     try:
         if isinstance(json_value(text), dict):
@@ -234,16 +230,21 @@ def _gemma_object(text: str) -> str | None:
     except (ValueError, RecursionError):
         pass
     try:
-        value, end = _gemma_value(text, 0)
-        shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        if not text.startswith("{"):
+            return None
+        found, end = _gemma_items(text, 1, values)
+        shown = json.dumps(found, ensure_ascii=False, allow_nan=False)
         shown.encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return None
-    return shown if isinstance(value, dict) and not text[end:].strip() else None
+    return None if text[end:].strip() else shown
 
 
-def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value at a position of a text, and the position after it; raises `ValueError`."""
+def _gemma_value(text: str, at: int, typed: Callable[[str], Any]) -> tuple[Any, int]:
+    """Return the value at a position of a text, and the position after it; raises `ValueError`.
+
+    `typed` returns the value of a text without quotes.
+    """
     at = _match_end(_SPACES, text, at)
     for quote in ('<|"|>', "<escape>"):
         if text.startswith(quote, at):
@@ -256,24 +257,38 @@ def _gemma_value(text: str, at: int) -> tuple[Any, int]:
         values: list[Any] = []
         at = _match_end(_SPACES, text, at + 1)
         while not text.startswith("]", at):
-            value, at = _gemma_value(text, at)
+            value, at = _gemma_value(text, at, _plain)
             values.append(value)
             at = _match_end(_COMMA, text, at)
         return values, at + 1
     if text.startswith('"', at):
         return json.JSONDecoder(strict=False).raw_decode(text, at)
     end = _match_end(_PLAIN_VALUE, text, at)
-    plain = text[at:end].strip()
-    return (_PYTHON_VALUES[plain] if plain in _PYTHON_VALUES else json_value(plain)), end
+    if not (plain := text[at:end].strip()):
+        raise ValueError
+    return typed(plain), end
 
 
-def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Return the object whose opening bracket ends at `at`, and the position after it; raises `ValueError`."""
+def _plain(text: str) -> Any:
+    """Return the value of a text without quotes: JSON, Python's names, or the text."""
+    if text in _PYTHON_VALUES:
+        return _PYTHON_VALUES[text]
+    try:
+        return json_value(text)
+    except ValueError:
+        return text
+
+
+def _gemma_items(text: str, at: int, values: Values | None = None) -> tuple[dict[str, Any], int]:
+    """Return the object whose opening bracket ends at `at`, and the position after it; raises `ValueError`.
+
+    `values` knows the types of its values.
+    """
     items: dict[str, Any] = {}
     at = _match_end(_SPACES, text, at)
     while not text.startswith("}", at):
         if text.startswith(('<|"|>', "<escape>", '"'), at):
-            key, at = _gemma_value(text, at)
+            key, at = _gemma_value(text, at, _plain)
         else:
             found = _PLAIN_KEY.match(text, at)
             if found is None:
@@ -282,9 +297,15 @@ def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:
         at = _match_end(_SPACES, text, at)
         if not text.startswith(":", at):
             raise ValueError
-        items[str(key)], at = _gemma_value(text, at + 1)
+        name = str(key)
+        typed = _plain if values is None else partial(_typed, values, name)
+        items[name], at = _gemma_value(text, at + 1, typed)
         at = _match_end(_COMMA, text, at)
     return items, at + 1
+
+
+def _typed(values: Values, name: str, text: str) -> Any:
+    return json.loads(values.json(name, text))
 
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -315,10 +336,10 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
             return
         reader.drop_record()
         _, _, channel = "".join(head).partition("<|channel|>")
-        recipient = re.search(r"to=functions\.([^\s<]+)", "".join(head))
+        recipient = _RECIPIENT.search("".join(head))
         emit = sink.content
-        if recipient is not None and tools:
-            sink.call(recipient[1])
+        if recipient is not None and tools and (recipient[1] or recipient[2] in tools):
+            sink.call(recipient[2])
             yield from reader.skip_spaces()
             emit = sink.arguments
         elif channel.strip().startswith("analysis"):

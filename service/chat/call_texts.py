@@ -1,20 +1,19 @@
-"""Parsers of calls written as JSON or as Python, NAME(KEY=VALUE, ...), and of values between marks."""
+"""Parsers of calls written as JSON or as Python, NAME(KEY=VALUE, ...)."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
+from triptych.service.chat.argument_values import json_value, python_json
 from triptych.service.chat.parts import PartSink
 from triptych.service.chat.reader import Reader, Steps
 from triptych.service.chat.tools import Tool
 
 # -- Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in an array.
 
-Known = Callable[[str], bool]  # whether a call may have this name
+Known = Callable[[str], bool] | None  # whether a call may have this name; None: any, as marks are around it
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
@@ -87,10 +86,10 @@ class _JsonCall:
         """Take the value of a key, which begins with `following`; False if the object cannot be a call."""
         if key in _NAMES and self._name is None:
             self._name = (yield from self._reader.string()) if following == '"' else None
-            return self._name is not None and self._known(self._name)
+            return bool(self._name) and (self._known is None or self._known(self._name or ""))
         if key in _ARGUMENTS and self._arguments is None:
             return (yield from self._take_arguments(following))
-        if key not in _OTHERS:
+        if key not in _OTHERS and self._known is not None and not self._begun:
             return False
         if following in ("{", "["):
             return (yield from self._reader.bracketed(_nowhere))
@@ -122,15 +121,6 @@ class _JsonCall:
         self._sink.call(self._name)
 
 
-def json_value(text: str) -> Any:
-    """Return the value of a JSON text; raises `ValueError`, also for NaN and infinities, which Python takes."""
-    return json.loads(text, parse_constant=_no_constant)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
-
-
 def _object_in(text: str | None) -> str | None:
     """Return the text if it is a JSON object, else None."""
     try:
@@ -141,76 +131,6 @@ def _object_in(text: str | None) -> str | None:
 
 def _nowhere(text: str) -> None:
     """Drop the text."""
-
-
-# -- Values of arguments that are text between marks, not in a JSON object.
-
-_NOTES = {"type", "title", "description", "default", "examples", "example", "deprecated", "$comment", "enum", "const"}
-_CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
-_MOST_PYTHON = 1 << 16  # characters of a literal
-_PYTHON = re.compile(r"\s*([\[{(]|(True|False|None)\s*$)")
-
-
-def is_text(schema: object) -> bool:
-    """Return whether a schema allows only strings, without constraints except a list of allowed ones."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and schema.keys() <= _NOTES
-
-
-def properties_of(tool: Tool | None) -> Mapping[str, Any]:
-    """Return the schemas of a tool's arguments by name."""
-    found = tool.schema.get("properties") if tool is not None else None
-    return found if isinstance(found, dict) else {}
-
-
-def value_json(text: str, schema: object, *, is_string: bool | None = None) -> str:
-    """Return the JSON of an argument's text, by its schema.
-
-    `is_string`: whether the marks around the text declare a string; None: they do not declare a type. Templates of some
-    families write Python literals in place of JSON.
-    """
-    if "<![CDATA[" in text:
-        end = text.rfind("]]>") + 3  # beginnings without an end cost the rest of the text each
-        text = _CDATA.sub(lambda found: found[1], text[:end]) + text[end:]
-    if is_string or (is_string is None and is_text(schema)):
-        return _string(text)
-    wants_string = isinstance(schema, Mapping) and schema.get("type") == "string"
-    try:
-        value = json_value(text)
-        if isinstance(value, str) or not wants_string:
-            return text.strip()
-    except (ValueError, RecursionError):
-        pass
-    if not wants_string and _PYTHON.match(text):
-        found = python_json(text)
-        if found is not None:
-            return found
-    return _string(text)
-
-
-def python_json(text: str) -> str | None:
-    """Return the JSON of a Python literal; None if the text is not one, has no JSON form, or is very long."""
-    if len(text) > _MOST_PYTHON:
-        return None
-    try:
-        shown = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-        shown.encode()  # raises for half of a surrogate pair
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
-    return shown
-
-
-def known_texts(schema: object) -> Sequence[str] | None:
-    """Return the texts that a string schema allows by `enum` or `const`; None: any."""
-    if not isinstance(schema, Mapping):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    found = schema.get("enum")
-    return list(found) if isinstance(found, list) else None
-
-
-def _string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 # -- Calls written as Python: NAME(KEY=VALUE, ...).
@@ -284,6 +204,7 @@ def _value(reader: Reader) -> Steps[str | None]:
         found = pattern.search(reader.text, at)
         if found is None or (found[0] == "\\" and found.end() == len(reader.text)):
             if reader.ended:
+                reader.take(len(reader.text))  # what follows is part of the value, and searched only once
                 return None
             at = len(reader.text) if found is None else found.start()
             yield
@@ -309,5 +230,5 @@ def _json(text: str) -> str | None:
     try:
         json_value(text)
     except (ValueError, RecursionError):
-        return python_json(text.replace("\n", "\\n") if text[:1] in ('"', "'") else text)
+        return python_json(text)
     return text

@@ -140,6 +140,7 @@ _GIVEN = frozenset(
         "strftime_now",
     }
 )  # variables that no request may set
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 _HELLO = ({"role": "user", "content": "Hello"},)
 _TEST_MAX_CHARACTERS = 1_000_000
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # its trailing space is lost if the template strips content
@@ -196,7 +197,12 @@ class ChatTemplate:
 
     def takes(self, name: str) -> bool:
         """Return whether a request may set this variable: the template reads it, and the service does not set it."""
-        return name not in _GIVEN and self.reads(name)
+        return name not in _GIVEN and name not in self.tokens and self.reads(name)
+
+    @property
+    def switch(self) -> str | None:
+        """The variable that turns reasoning on and off; None: there is none."""
+        return next((name for name in SWITCHES if self.takes(name)), None)
 
     def variables(
         self,

@@ -192,18 +192,19 @@ def _pictures(service: Service, served: ServedModel, conversation: Conversation)
 def template_variables(
     chat: ChatTemplate | None, effort: str | None, param: str, thinks: bool | None, others: Mapping[str, Any] | None
 ) -> dict[str, tuple[Any, str]]:
-    """Return the template variables that a body sets: `effort` in the field `param`, `enable_thinking`, and others.
+    """Return the template variables that a body sets: `effort` in the field `param`, the switch `thinks`, and others.
 
     The effort `none` is accepted for every template: one without reasoning satisfies it.
     """
     variables: dict[str, tuple[Any, str]] = {}
     if effort == "none" and chat is not None and not chat.takes("reasoning_effort"):
-        if chat.takes("enable_thinking"):
-            variables["enable_thinking"] = (False, param)
+        if chat.switch is not None:
+            variables[chat.switch] = (False, param)
     elif effort is not None and chat is not None:
         variables["reasoning_effort"] = (effort, param)
     if thinks is not None:
-        variables["enable_thinking"] = (thinks, "enable_thinking")
+        switch = None if chat is None else chat.switch
+        variables[switch or "enable_thinking"] = (thinks, "enable_thinking")
     for name, value in (others or {}).items():
         variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
     return variables

@@ -54,12 +54,12 @@ class ToolFormat:
 
     @property
     def parse(self) -> CallParser:
-        return self.parser or _marked(self.syntax)
+        return self.parser or _marked(self.syntax, is_held=False)
 
     @property
     def held_parse(self) -> CallParser:
         """The parser of replies that a grammar constrains."""
-        return self.held_parser or self.parse
+        return self.held_parser or self.parser or _marked(self.syntax, is_held=True)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ class ToolFormat:
 
 
 @lru_cache(maxsize=256)
-def _marked(syntax: CallSyntax) -> CallParser:
-    return MarkedCalls(syntax)
+def _marked(syntax: CallSyntax, *, is_held: bool) -> CallParser:
+    return MarkedCalls(syntax, is_held=is_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ _FUNCTION = CallSyntax(
     "</function>\n</tool_call>",
     separator="\n",
     trigger="<tool_call>",
-    arguments=ArgumentSyntax("<parameter=", ">\n", "\n</parameter>\n"),
+    arguments=call_parsers.PARAMETERS,
 )
 _PAIRS = CallSyntax(
     "<tool_call>",
@@ -150,7 +150,7 @@ TOOL_FORMATS = {
         ToolFormat("hermes", "Hermes 2 and later, Qwen 2.5, Qwen 3, Granite 4", _TAG, call_parsers.hermes),
         ToolFormat(
             *("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3", _FUNCTION, call_parsers.qwen3_coder),
-            held_parser=MarkedCalls(_FUNCTION),
+            held_parser=MarkedCalls(_FUNCTION, is_held=True),
         ),
         ToolFormat(
             "llama3",
@@ -272,6 +272,7 @@ TOOL_FORMATS = {
                 closing="]",
                 trigger="<|tool_call|>",
             ),
+            parser=call_parsers.granite,
             shown_by="<|tool_call|>",
         ),
         ToolFormat(

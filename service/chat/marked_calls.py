@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 
-from triptych.service.chat.call_texts import json_calls, properties_of, python_call, value_json
+from triptych.service.chat.argument_values import Values
+from triptych.service.chat.call_texts import json_calls, python_call
 from triptych.service.chat.chat_template import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
 from triptych.service.chat.parts import PartSink
 from triptych.service.chat.reader import Reader, Steps
@@ -20,12 +22,14 @@ _CLOSED = re.compile(r"[^}]*\}\s*")  # the end of such an object
 _WORD = re.compile(r"[A-Za-z0-9_.:\-]*")
 _VARYING = {mark: re.compile(f"{characters}*") for mark, characters in VARYING.items()}
 _CHUNK = re.compile(rf"[{''.join(VARYING)}]|[^\s{''.join(VARYING)}]+")
+_PREFIX = re.compile(r"[A-Za-z0-9_]+\.$")  # before a name, which some models leave out
 
 
 class MarkedCalls:
     """A parser of the calls of one syntax."""
 
-    def __init__(self, syntax: CallSyntax) -> None:
+    def __init__(self, syntax: CallSyntax, *, is_held: bool = False) -> None:
+        """`is_held`: a grammar constrains the calls, so no mark is missing."""
         head = (syntax.opening + syntax.before).lstrip()
         found = _ENVELOPE.search(head)
         self._syntax = syntax
@@ -43,6 +47,15 @@ class MarkedCalls:
         self._first = self._first.removeprefix(syntax.trigger)
         self._separator = syntax.separator.strip()
         self._numbered = INDEX in syntax.between
+        self._prefix = "" if self._is_json or (prefix := _PREFIX.search(head)) is None else prefix[0]
+        self._first, self._next = (one.removesuffix(self._prefix) for one in (self._first, self._next))
+        self._end = None if is_held else self._call_end()
+
+    def _call_end(self) -> CallEnd | None:
+        """Return the mark that ends a call; None if there is none."""
+        mark, *more = self._after.split() or ("",)
+        texts = more[:1] or [text.split()[0] for text in (self._closing, self._next) if text.strip()]
+        return CallEnd(mark, tuple(texts)) if mark else None
 
     def __call__(self, reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
         """Parse a reply; if the syntax has no trigger, calls must be the whole reply."""
@@ -75,7 +88,7 @@ class MarkedCalls:
         """Parse one call from its name or its JSON object to its end."""
         if self._is_json:
             found = (yield from reader.skip_spaces()) in ("{", "[") and (
-                yield from json_calls(reader, sink, _any_name if self._syntax.trigger else tools.__contains__)
+                yield from json_calls(reader, sink, None if self._syntax.trigger else tools.__contains__)
             )
         else:
             found = yield from self._named(reader, sink, tools)
@@ -92,6 +105,7 @@ class MarkedCalls:
             between = between.partition(INDEX)[2]
             if not number.isdecimal():
                 return False
+        name = name.removeprefix(self._prefix)
         if not name or (not self._syntax.trigger and name not in tools):
             return False
         if self._is_python:
@@ -111,36 +125,80 @@ class MarkedCalls:
             return False
         reader.drop_record()
         sink.call(name)
-        yield from _tagged(reader, sink, syntax, properties_of(tools.get(name)))
+        yield from marked_arguments(reader, sink, syntax, Values(tools.get(name)), self._end)
         return True
 
 
-def _tagged(reader: Reader, sink: PartSink, syntax: ArgumentSyntax, schemas: Mapping[str, object]) -> Steps[None]:
-    """Parse the arguments that follow, each between marks."""
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The mark that ends a call, and the marks of which one follows it, unless the reply ends there."""
+
+    mark: str
+    following: tuple[str, ...]
+
+
+def marked_arguments(
+    reader: Reader, sink: PartSink, syntax: ArgumentSyntax, values: Values, end: CallEnd | None
+) -> Steps[None]:
+    """Parse the arguments that follow, each between marks.
+
+    With `end`, a value whose last mark is missing ends where another argument of the tool begins, or the call ends.
+    """
     opening, after = syntax.before.strip(), syntax.after.strip()
-    between, _, rest = (part.strip() for part in syntax.between.partition(KIND))
-    before = "{"
+    between, _, rest = syntax.between.partition(KIND)
+    name_end, *more = between.split()
+    given = dict[str, None]()
     while True:
         yield from reader.skip_spaces()
         if (yield from reader.accept(opening)) is None:
             break
         key: list[str] = []
         kind: list[str] = []
-        value: list[str] = []
-        yield from reader.until(between, emit=key.append)
-        if rest:
-            yield from reader.until(rest, emit=kind.append)
-        yield from reader.until(after, emit=value.append)
-        name, text = "".join(key).strip(), "".join(value)
+        yield from reader.until(name_end, emit=key.append)
+        has_kind = (yield from _literal(reader, " ".join(more))) and bool(rest)
+        if has_kind:
+            yield from reader.until(rest.strip(), emit=kind.append)
+        elif rest:  # some models leave it out
+            yield from reader.accept(rest.strip().removeprefix(name_end))
+        sink.arguments(", " if given else "{")
+        name = "".join(key).strip()
+        given[name] = None
+        others = _Others(opening, name_end, values.names - given.keys())
+        text = yield from _value(reader, after, others, end)
         if syntax.between.endswith("\n"):
             text = text.removeprefix("\n")
         if syntax.after.startswith("\n"):
             text = text.removesuffix("\n")
-        is_string = None if not rest else "".join(kind) == syntax.text_kind
-        sink.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-        sink.arguments(value_json(text, schemas.get(name), is_string=is_string))
-        before = ", "
-    sink.arguments("{}" if before == "{" else "}")
+        is_string = "".join(kind) == syntax.text_kind if has_kind else None
+        sink.arguments(f"{json.dumps(name, ensure_ascii=False)}: {values.json(name, text, is_string=is_string)}")
+    sink.arguments("}" if given else "{}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """How the arguments begin that were not given yet."""
+
+    opening: str
+    name_end: str
+    names: Set[str]
+
+
+def _value(reader: Reader, after: str, others: _Others, end: CallEnd | None) -> Steps[str]:
+    """Take the text up to `after`, or up to the marks before which it is missing."""
+    pieces: list[str] = []
+    marks = (after,) if end is None else (after, others.opening, end.mark)
+    while (mark := (yield from reader.until(*marks, emit=pieces.append))) is not None and mark != after:
+        reader.record(mark)
+        if mark == others.opening:
+            is_end = (yield from reader.coming(*(f"{name}{others.name_end}" for name in others.names))) is not None
+        else:
+            is_last = (yield from reader.skip_spaces()) == ""
+            is_end = is_last or (yield from reader.coming(*(end.following if end else ()))) is not None
+        if is_end:
+            reader.give_back()
+            break
+        pieces.append(reader.recorded())
+    return "".join(pieces)
 
 
 def _literal(reader: Reader, text: str) -> Steps[bool]:
@@ -162,8 +220,3 @@ def _optional(reader: Reader, text: str) -> Steps[None]:
         reader.drop_record()
     else:
         reader.give_back()
-
-
-def _any_name(name: str) -> bool:
-    """Return whether there is a name: after a family's own mark, every name is accepted as a call's."""
-    return bool(name)

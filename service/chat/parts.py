@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TypeAlias
 
 from triptych.service.chat.json_text import JsonText
@@ -96,7 +97,7 @@ class PartSink:
         self._one_call = one_call
         self._new_id = new_id
         self._parts: list[Part] = []
-        self._spaces = ""  # held-back white space after content or reasoning
+        self._spaces: list[str] = []  # held-back white space after content or reasoning
         self._after_block = False  # no content has come since reasoning or a call
         self._reasoning_began = False
         self._drops = False  # the current call is dropped
@@ -116,21 +117,12 @@ class PartSink:
     @property
     def held(self) -> int:
         """The number of characters of white space that are held back."""
-        return len(self._spaces)
+        return sum(map(len, self._spaces))
 
     def take(self) -> list[Part]:
         """Return the parts since the last call of `take`, with adjacent pieces of one kind joined."""
         parts, self._parts = self._parts, []
-        joined: list[Part] = []
-        for part in parts:
-            last = joined[-1] if joined else None
-            if isinstance(part, Reasoning | Content) and type(part) is type(last):
-                joined[-1] = type(part)(last.text + part.text)
-            elif isinstance(part, Arguments) and isinstance(last, Arguments) and part.index == last.index:
-                joined[-1] = Arguments(part.index, last.text + part.text)
-            else:
-                joined.append(part)
-        return joined
+        return [_joined([*same]) for _, same in groupby(parts, key=_kind)] if len(parts) > 1 else parts
 
     def content(self, text: str) -> None:
         self._end_arguments()
@@ -139,10 +131,7 @@ class PartSink:
         if not text:
             return
         self._after_block = False
-        text = self._spaces + text
-        kept = text.rstrip() if self._holds_spaces else text
-        self._spaces = text[len(kept) :]
-        if kept:
+        if kept := self._shown(text) if self._holds_spaces else text:
             self._parts.append(Content(kept))
 
     def reasoning(self, text: str) -> None:
@@ -151,20 +140,27 @@ class PartSink:
         if not text:
             return
         self._reasoning_began = True
-        text = self._spaces + text
-        kept = text.rstrip()
-        self._spaces = text[len(kept) :]
-        if kept:
+        if kept := self._shown(text):
             self._parts.append(Reasoning(kept))
+
+    def _shown(self, text: str) -> str:
+        """Hold back the white space that ends a text; return what was held back with the rest, if there is any."""
+        rest = text.rstrip()
+        spaces = text[len(rest) :]
+        if not rest:
+            self._spaces.append(spaces)
+            return ""
+        shown, self._spaces = "".join([*self._spaces, rest]), [spaces]
+        return shown
 
     def end_reasoning(self) -> None:
         """Drop the white space after the reasoning."""
-        self._spaces, self._after_block, self._reasoning_began = "", True, False
+        self._spaces, self._after_block, self._reasoning_began = [], True, False
 
     def call(self, name: str) -> None:
         """Begin a call."""
         self._end_arguments()
-        self._spaces, self._after_block = "", True
+        self._spaces, self._after_block = [], True
         self._drops = self._one_call and self.calls > 0
         if not self._drops:
             self._parts.append(Call(self.calls, self._new_id(), name))
@@ -187,6 +183,19 @@ class PartSink:
     def end(self) -> None:
         """Add the held-back end of arguments and the white space at the end of content."""
         self._end_arguments()
-        if self._spaces and not self._after_block and not self._reasoning_began:
-            self._parts.append(Content(self._spaces))
-        self._spaces = ""
+        if (spaces := "".join(self._spaces)) and not self._after_block and not self._reasoning_began:
+            self._parts.append(Content(spaces))
+        self._spaces = []
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    """Return what tells whether pieces belong together."""
+    return type(part), part.index if isinstance(part, Call | Arguments) else 0
+
+
+def _joined(parts: list[Part]) -> Part:
+    """Return pieces of one kind as one."""
+    first = parts[0]
+    if isinstance(first, Call) or len(parts) == 1:
+        return first
+    return replace(first, text="".join([part.text for part in parts if not isinstance(part, Call)]))

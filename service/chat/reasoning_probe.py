@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from triptych.service.chat.chat_template import ChatTemplate, ReasoningMarks
+from triptych.service.chat.chat_template import SWITCHES, ChatTemplate, ReasoningMarks
 from triptych.service.chat.formats import OWN, REASONING_FORMATS, ReasoningFormat, own_reasoning
 
 _USER = {"role": "user", "content": "Question-3"}
 _THOUGHT, _SAID = "Thought-9", "Answer-5"
 _KEYS = ("reasoning_content", "reasoning", "thought")  # message keys from which templates read it
-_SWITCHES = ("enable_thinking", "thinking")
 _HARMONY = ("<|channel|>analysis<|message|>", "<|end|>")
 _OPENING = re.compile(r"(<[^<>\s]{1,64}>|\[[^\[\]\n]{1,64}\])\s*$")
 _CLOSING = re.compile(r"\s*(<[^<>\s]{1,64}>|\[[^\[\]\n]{1,64}\])")
@@ -34,7 +33,7 @@ class ReasoningProbe:
 
     def __init__(self, render: Callable[..., str | None], template: ChatTemplate) -> None:
         self._render = render
-        self._switches = [name for name in _SWITCHES if template.takes(name)]
+        self._switches = [name for name in SWITCHES if template.takes(name)]
         self._found: ReasoningFormat | None = None
 
     def traits(self) -> dict[str, Any]:

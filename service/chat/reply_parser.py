@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from triptych.service.chat.call_parsers import harmony
 from triptych.service.chat.chat_template import CallIds
 from triptych.service.chat.formats import ReasoningFormat, ToolFormat, id_maker
-from triptych.service.chat.parts import Content, Part, PartSink, WholeReply
+from triptych.service.chat.parts import Call, Content, Part, PartSink, WholeReply
 from triptych.service.chat.reader import Reader, Steps
 from triptych.service.chat.tools import Tool
+
+_PROBED, _MOST_PROBED = 64, 1024  # characters after a mark: read together, and enough to tell whether it begins a call
+_MOST_MENTIONS = 64  # of such marks in a reasoning, that are looked at
+_PIECE = 4096  # characters that are parsed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,6 @@ class ReplyParser:
         new_id = id_maker(format.ids)
         self._sink = PartSink(holds_spaces=format.calls is not None, one_call=format.one_call, new_id=new_id)
         self._steps = self._parse()
-        self.is_reasoning = False
         self.passes = False  # all further text is content
         self._advance()
 
@@ -64,10 +67,15 @@ class ReplyParser:
         """Add text and return the parts that are certain so far; with `end`, all that are left."""
         if self.passes:
             return [Content(text)] if text else []
-        self._reader.text += text
-        self._reader.ended = end
-        self._advance()
+        for at in range(0, len(text), _PIECE):  # what is taken from a text moves the rest of it
+            if self.passes:
+                self._sink.content(text[at:])
+                break
+            self._reader.text += text[at : at + _PIECE]
+            self._advance()
         if end:
+            self._reader.ended = True
+            self._advance()
             self._sink.end()
         return self._sink.take()
 
@@ -91,22 +99,57 @@ class ReplyParser:
             parse = format.calls.held_parse if format.is_held else format.calls.parse
             yield from parse(reader, sink, format.tools)
             return
-        while not (reader.text.strip() or reader.ended):
-            yield  # white space after the reasoning
         sink.content(reader.take(len(reader.text)))
         self.passes = True
 
     def _reasoning(self, format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning if the reply begins with it."""
+        """Take the reasoning if the reply begins with it, and marks of its end that are written twice."""
         reader = self._reader
-        if not self._format.reasoning_opened:
-            reader.record()
+        reader.record()
+        yield from reader.skip_spaces()
+        begun = yield from reader.accept(format.opening, format.closing)
+        if begun is None and not self._format.reasoning_opened:
+            reader.give_back()
+            return
+        reader.drop_record()
+        if begun != format.closing:
+            yield from self._thought(format.closing)
+        self._sink.end_reasoning()
+        yield from reader.skip_spaces()
+        while (yield from reader.accept(format.closing)) is not None:
             yield from reader.skip_spaces()
-            if (yield from reader.accept(format.opening)) is None:
+
+    def _thought(self, closing: str) -> Steps[None]:
+        """Take the reasoning up to the mark of its end, or up to a call that the model writes within it."""
+        reader, calls = self._reader, self._format.calls
+        trigger = "" if calls is None or self._format.is_held else calls.syntax.trigger
+        mentions = 0
+        marks = (closing, trigger) if trigger else (closing,)
+        while (mark := (yield from reader.until(*marks, emit=self._sink.reasoning))) is not None and mark != closing:
+            reader.record(mark)
+            mentions += 1
+            if mentions <= _MOST_MENTIONS and (yield from self._is_call(mark)):
                 reader.give_back()
                 return
-            reader.drop_record()
-        self.is_reasoning = True
-        yield from reader.until(format.closing, emit=self._sink.reasoning)
-        self._sink.end_reasoning()
-        self.is_reasoning = False
+            self._sink.reasoning(reader.recorded())
+
+    def _is_call(self, mark: str) -> Steps[bool]:
+        """Return whether a call of one of the tools follows a mark that begins calls. Nothing is taken."""
+        reader, tools = self._reader, self._format.tools
+        probe = ReplyParser(ReplyFormat(calls=self._format.calls, tools=tools))
+        probe.push(mark)
+        size = 0
+        while size < _MOST_PROBED:
+            piece = reader.text[size : min(size + _PROBED, _MOST_PROBED)]
+            size += len(piece)
+            is_all = size == len(reader.text)
+            for part in probe.push(piece, end=is_all and reader.ended):
+                if isinstance(part, Call):
+                    return part.name in tools
+                if isinstance(part, Content) and part.text.strip():
+                    return False
+            if is_all and reader.ended:
+                return False
+            if is_all:
+                yield
+        return False

@@ -12,10 +12,21 @@ _WINDOW = 256  # tokens that are decoded together, so that each is decoded about
 
 
 def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens of a reply up to the end of its reasoning, including the marks."""
+    """Return the number of tokens of a reply up to the end of its reasoning, including the marks.
+
+    Reasoning that is not closed ends at a call, or with the reply.
+    """
     if format.reasoning is None:
         return 0
     marks = (format.reasoning.closing,) if format.reasoning.closing else _AFTER_ANALYSIS
+    found = _up_to(marks, ids, tokenizer)
+    if found is None and format.calls is not None and format.calls.syntax.trigger:
+        found = _up_to((format.calls.syntax.trigger,), ids, tokenizer)
+    return len(ids) if found is None else found
+
+
+def _up_to(marks: Sequence[str], ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
+    """Return the number of tokens up to the first of the marks; None if there is none."""
     longest = max(len(mark.encode()) for mark in marks)  # in tokens: each has at least one byte
 
     def has_mark(start: int, end: int) -> bool:
@@ -29,4 +40,4 @@ def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokeniz
                 middle = (low + high) // 2
                 low, high = (low, middle) if has_mark(start, middle) else (middle, high)
             return high
-    return len(ids)
+    return None

@@ -96,8 +96,8 @@ def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, 
         effort = None if effort != "none" else effort
     variables = template_variables(served.chat, effort, "output_config.effort", None, body.chat_template_kwargs)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
-    if served.chat is not None and served.chat.takes("enable_thinking"):
-        variables.setdefault("enable_thinking", (thinks, "thinking"))
+    if served.chat is not None and served.chat.switch is not None:
+        variables.setdefault(served.chat.switch, (thinks, "thinking"))
     return variables
 
 

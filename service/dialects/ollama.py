@@ -116,8 +116,8 @@ def _content(words: str, images: Sequence[str] | None, param: str, role: str) ->
 def _variables(body: WritingBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
     """Return the variables of the template; without `think` a model reasons if it can, as in Ollama."""
     found: dict[str, tuple[Any, str]] = {}
-    if served.chat is not None and served.chat.takes("enable_thinking"):
-        found["enable_thinking"] = (body.think is not False, "think")
+    if served.chat is not None and served.chat.switch is not None:
+        found[served.chat.switch] = (body.think is not False, "think")
     if served.chat is not None and isinstance(body.think, str) and served.chat.takes("reasoning_effort"):
         found["reasoning_effort"] = (body.think, "think")
     return found
@@ -245,6 +245,7 @@ class OllamaReply(JsonLines, BlockRendering):
         self._has_context = gives_context(body)
         self._has_logprobs = bool(body.logprobs)
         self._load_s = load_s
+        self._num_calls = 0  # that were closed
         self._head = {"model": name, "created_at": timestamp(generation.head()["created"])}
         self.keepalive = self.frame(self._line())  # clients read every line as an answer
 
@@ -277,7 +278,8 @@ class OllamaReply(JsonLines, BlockRendering):
 
     def _close(self, block: Block) -> Iterable[Json]:
         if block.kind == "call":
-            yield self._line(calls=[block])
+            yield self._line(calls=[_call(block, self._num_calls)])
+            self._num_calls += 1
 
     def _end(self, delta: Json, event: Json) -> Iterable[Json]:
         yield self._line() | self._ending(delta, event)
@@ -287,17 +289,16 @@ class OllamaReply(JsonLines, BlockRendering):
             kind: "".join(block.text for block in self.blocks if block.kind == kind)
             for kind in ("content", "reasoning")
         }
-        calls = [block for block in self.blocks if block.kind == "call"]
+        calls = [_call(block, at) for at, block in enumerate(block for block in self.blocks if block.kind == "call")]
         line = self._line(content=said["content"], thinking=said["reasoning"], calls=calls)
         return line | self._ending(choice, reply) | self._logprobs(choice)
 
-    def _line(self, *, content: str = "", thinking: str = "", calls: Iterable[Block] = ()) -> Json:
+    def _line(self, *, content: str = "", thinking: str = "", calls: Sequence[Json] = ()) -> Json:
         more: Json = {"thinking": thinking} if thinking else {}
         if not self._is_chat:
             return self._head | {"response": content, **more, "done": False}
-        shown = [_call(block, self.blocks) for block in calls]
-        if shown:
-            more["tool_calls"] = shown
+        if calls:
+            more["tool_calls"] = calls
         return self._head | {"message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _ending(self, choice: Json, native: Json) -> Json:
@@ -323,6 +324,5 @@ class OllamaReply(JsonLines, BlockRendering):
         return {"logprobs": shown} if shown and self._has_logprobs else {}
 
 
-def _call(block: Block, blocks: list[Block]) -> Json:
-    index = [one for one in blocks if one.kind == "call"].index(block)
+def _call(block: Block, index: int) -> Json:
     return {"id": block.id, "function": {"index": index, "name": block.name, "arguments": arguments_of(block)}}

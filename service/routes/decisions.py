@@ -161,7 +161,7 @@ async def _around(service: Service, body: DecisionBody, served: ServedModel) -> 
         messages[-1]["content"] += f"\n\n{mark}"
     else:
         messages.append({"role": "user", "content": mark})
-    variables = {"enable_thinking": (False, "model")} if served.chat.takes("enable_thinking") else {}
+    variables = {} if served.chat.switch is None else {served.chat.switch: (False, "model")}
     parts = await rendered(service, served, Conversation(messages, variables=variables, param="input"))
     if "".join(parts).count(mark) != 1:
         raise invalid(f"input: the chat template of model {served.name} does not show the last message once", "input")

@@ -17,9 +17,9 @@ from triptych.model.text.grammar import json_grammar
 from triptych.model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
 from triptych.model.text.token_bytes import TokenBytes
 from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.argument_values import Values, python_json
 from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.call_parsers import DEEPSEEK_MARKS
-from triptych.service.chat.call_texts import value_json
 from triptych.service.chat.chat_template import CallIds
 from triptych.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
 from triptych.service.chat.json_text import JsonText
@@ -160,6 +160,75 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ("harmony", "<|channel|>final<|message|>Hello", ("", "Hello", [])),
     ("harmony", "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>Hi", ("hm", "Hi", [])),
     ("harmony", "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>comm", ("", "Hi", [])),
+    # What models write that their templates do not.
+    (
+        "hermes",
+        '<think>I call <tool_call>{"name": "no"}\n<tool_call>\n{"name": "f"}\n</tool_call>',
+        ('I call <tool_call>{"name": "no"}', "", [F]),
+    ),
+    ("hermes", '<think>as <tool_call> says</think><tool_call>{"name": "f"}', ("as <tool_call> says", "", [F])),
+    ("glm", "<think>so<tool_call>f</tool_call>", ("so", "", [F])),
+    ("hermes", "</think>\n\nHi", ("", "Hi", [])),
+    ("hermes", "<think>a</think>\n</think> Hi", ("a", "Hi", [])),
+    ("hermes", '<tool_call>{"why": [{}], "name": "f", "arguments": {}, "so": "}"}</tool_call>', ("", "", [F])),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n<parameter=n>\n3\n</function>\n</tool_call>",
+        ("", "", [("weather", '{"city": "Oslo", "n": 3}')]),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>\n<parameter=x> </function> B\n</parameter></function>",
+        ("", "", [("weather", '{"city": "<parameter=x> </function> B"}')]),
+    ),
+    (
+        "qwen3_coder",
+        "<function=weather><parameter=city><a><![CDATA[b]]></a></parameter><parameter=n><![CDATA[b]]></parameter>",
+        ("", "", [("weather", '{"city": "<a><![CDATA[b]]></a>", "n": "b"}')]),
+    ),
+    (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value> <arg_key>n</arg_key> <arg_value>3"
+        "</arg_value></tool_call>",
+        ("", "", [("weather", '{"city": "Oslo", "n": 3}')]),
+    ),
+    (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo<arg_key>n</arg_key><arg_value>3</tool_call>"
+        "<tool_call>f</tool_call>",
+        ("", "", [("weather", '{"city": "Oslo", "n": 3}'), F]),
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="weather"><parameter name="city">Oslo<parameter name="n">3</invoke>'
+        "</minimax:tool_call>",
+        ("", "", [("weather", '{"city": "Oslo", "n": 3}')]),
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ("", "", [F]),
+    ),
+    ("mistral_args", f"[TOOL_CALLS]weather {A}[TOOL_CALLS]f [ARGS] {{}}", ("", "", [W, F])),
+    (
+        "gemma",
+        "<|tool_call>call:weather{city:90210,n:[high,{a:2026-01-01}]}<tool_call|>",
+        ("", "", [("weather", '{"city": "90210", "n": ["high", {"a": "2026-01-01"}]}')]),
+    ),
+    (
+        "deepseek_v32",
+        '<#function_calls><#invoke name="weather"><#parameter name="city">7</#parameter><#parameter name="n">7'
+        "</#parameter></#invoke></#function_calls>".replace("#", "\uff5cDSML\uff5c"),
+        ("", "", [("weather", '{"city": "7", "n": 7}')]),
+    ),
+    ("granite", '<tool_call>[{"name": "f"}] x', ("", "x", [F])),
+    (
+        "pythonic",
+        "[weather(city='a\nb', n={'x': true, 'y': ['c\nd', null], 'z': (+1, -2)}), f()]",
+        ("", "", [("weather", '{"city": "a\\nb", "n": {"x": true, "y": ["c\\nd", null], "z": [1, -2]}}'), F]),
+    ),
+    ("harmony", " to=f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [F])),
+    ("harmony", "<|channel|>commentary to=browser.open<|message|>{}<|call|>", ("", "{}", [])),
     ("harmony", "<b>Hi", ("", "<b>Hi", [])),
     ("harmony", "Hello", ("", "Hello", [])),
 ]
@@ -478,6 +547,115 @@ def test_no_format_gives_out_half_of_a_surrogate_pair(name: str) -> None:
 
 
 def test_beginnings_of_cdata_without_an_end_cost_no_more_than_text() -> None:
-    began, text = time.thread_time(), "<![CDATA[" * 20_000
-    assert value_json(f"<![CDATA[a]]>{text}", {"type": "string"}) == json.dumps("a" + text)
+    began, text = time.thread_time(), "<![CDATA[a]]>" + "<![CDATA[" * 20_000
+    values = Values(WEATHER)
+    assert values.json("city", text) == json.dumps(text)
+    assert values.json("city", f"{text}]]>") == json.dumps("a" + "<![CDATA[" * 19_999)
+    assert time.thread_time() - began < 2
+
+
+TYPED = Tool(
+    "typed",
+    None,
+    {
+        "properties": {
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "list": {"type": ["string", "null"]},
+            "size": {"enum": ["1", "2"]},
+            "kind": {"$ref": "#/$defs/Kind"},
+            "all": {"allOf": [{"$ref": "#/$defs/Kind"}, {"description": "It."}]},
+            "either": {"oneOf": [{"type": "integer"}, {"type": "string", "minLength": 1}]},
+            "number": {"type": "number"},
+            "whole": {"anyOf": [{"type": "integer"}, {"const": "all"}]},
+            "any": {"anyOf": [{"type": "string"}, {}]},
+            "lost": {"$ref": "#/$defs/None"},
+            "texts": {"type": "array", "items": {"type": "string"}},
+        },
+        "$defs": {"Kind": {"enum": ["1", "2"]}, "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "string"}]}},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("zip", "90210", '"90210"'),
+        ("zip", "null", "null"),
+        ("zip", "None", "null"),
+        ("zip", "true", '"true"'),
+        ("zip", '{"a": 1}', '"{\\"a\\": 1}"'),
+        ("zip", '"90210"', '"90210"'),
+        ("list", "['a']", "\"['a']\""),
+        ("size", "1", '"1"'),
+        ("kind", "2", '"2"'),
+        ("all", "2", '"2"'),
+        ("either", "2", "2"),
+        ("either", "2.5", '"2.5"'),
+        ("either", "2.0", "2.0"),
+        ("number", "2", "2"),
+        ("whole", "2", "2"),
+        ("whole", "all", '"all"'),
+        ("any", "2", "2"),
+        ("lost", "2", "2"),
+        ("other", "2", "2"),
+        ("texts", "['a', \"b\"]", '["a", "b"]'),
+        ("texts", "{'a'}", '["a"]'),
+        ("texts", "[b'a']", "\"[b'a']\""),
+    ],
+)
+def test_the_text_of_an_argument_is_a_value_of_its_schema(name: str, text: str, expected: str) -> None:
+    assert Values(TYPED).json(name, text) == expected
+
+
+def test_schemas_that_refer_to_each_other_twice_are_read_once() -> None:
+    definitions = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(60)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**definitions, "60": {"type": ["string", "null"]}}}
+    assert Values(Tool("f", None, schema)).json("a", "5") == '"5"'
+
+
+@pytest.mark.parametrize("text", ["'" + "\\'" * 30_000, '["' + "\\'\"" * 20_000 + "'\\", "'" * 60_001])
+def test_quotes_without_an_end_cost_no_more_than_text(text: str) -> None:
+    began = time.thread_time()
+    python_json(text)
+    assert time.thread_time() - began < 2
+
+
+@pytest.mark.parametrize("begun", ["", "<think>a</think>", "<think>a", "a", '<tool_call>{"name": "f"}</tool_call>'])
+def test_white_space_without_an_end_costs_no_more_than_text(begun: str) -> None:
+    for format in (format_of("hermes"), ReplyFormat(REASONING_FORMATS["think"])):
+        parser, began = ReplyParser(format), time.thread_time()
+        for piece in (begun, *[" " * 64] * 40_000):
+            parser.push(piece)
+        parser.push("", end=True)
+        assert time.thread_time() - began < 2
+
+
+def test_mentions_of_calls_in_reasoning_cost_no_more_than_text() -> None:
+    began = time.thread_time()
+    text = "<think>" + '<tool_call>{"arguments": {' * 10_000
+    assert parted(ReplyParser(format_of("hermes")).whole(text)) == (text.removeprefix("<think>"), "", [])
+    assert time.thread_time() - began < 4
+
+
+@pytest.mark.parametrize("begun", ["", "<think>", "<think></think>"])
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", "<tool_call>{"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS]["),
+        ("json", "```json\n{"),
+        ("glm", "<tool_call>f "),
+        ("lfm2", "<|tool_call_start|>[f(a='"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>"),
+        ("kimi_k2", "<|tool_calls_section_begin|>"),
+        ("gemma", "<|tool_call>call:f{"),
+        ("deepseek_v31", BEGIN),
+    ],
+)
+def test_a_whole_reply_of_marks_costs_no_more_than_text(name: str, mark: str, begun: str) -> None:
+    """A client can make a model write one token again and again: the event loop must not wait for it."""
+    began = time.thread_time()
+    ReplyParser(format_of(name)).whole(begun + mark * (600_000 // len(mark)))
     assert time.thread_time() - began < 2

@@ -11,7 +11,17 @@ import httpx
 import openai
 import pytest
 
-from tests.service.dialects.support import HARMONY, MISTRAL, TURNS, calling_app, chat_app, prompt_of, says, talker
+from tests.service.dialects.support import (
+    CALLS,
+    HARMONY,
+    MISTRAL,
+    TURNS,
+    calling_app,
+    chat_app,
+    prompt_of,
+    says,
+    talker,
+)
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, live, make_app, run
 from tests.service.test_bad_requests import check_error
 from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
@@ -217,6 +227,25 @@ def test_reasoning_and_variables_of_the_template(app: App) -> None:
     effort = chat_app(TURNS + "{{ reasoning_effort }}", max_model_len=512)
     assert ask(effort, "POST", PATH, json={**body, "reasoning_effort": "low", "max_tokens": 1}).status_code == 200
     assert prompt_of(effort).endswith("low")
+
+
+@pytest.mark.parametrize("path", ["chat", "responses", "messages", "ollama"])
+def test_a_template_may_call_the_switch_of_reasoning_thinking(path: str) -> None:
+    """DeepSeek V3.1's, Kimi K2.5's and Granite 3's do."""
+    app = chat_app(CALLS.replace("enable_thinking", "thinking"), max_model_len=512)
+    says(app, "Yes")
+    off: dict[str, tuple[str, list[dict[str, Any]]]] = {
+        "chat": (PATH, [{"enable_thinking": False}, {"reasoning_effort": "none"}]),
+        "responses": ("/v1/responses", [{"enable_thinking": False}, {"reasoning": {"effort": "none"}}]),
+        "messages": ("/v1/messages", [{"max_tokens": 9}]),
+        "ollama": ("/api/chat", [{"think": False}]),
+    }
+    route, bodies = off[path]
+    name = "input" if path == "responses" else "messages"
+    for fields in bodies:
+        reply = ask(app, "POST", route, json={"model": "chat", name: HELLO, "stream": False, **fields})
+        assert reply.status_code == 200, reply.text
+        assert prompt_of(app).endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_template_without_tools_is_told_in_words() -> None:
