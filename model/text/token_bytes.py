@@ -60,6 +60,14 @@ def _byte_level(name: str) -> bytes:
     return name.encode()
 
 
+def part_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
+    """Return the bytes of a token that has no text of its own, as part of a character; None if they are not known."""
+    name = tokenizer.token_name(token_id)
+    if (byte := _BYTE.fullmatch(name)) is not None:
+        return bytes([int(byte[1], 16)])
+    return _byte_level(name) if name and (_REPLACEMENT in name or _ALPHABET.keys() >= set(name)) else None
+
+
 def _decoded_forms(tokenizer: Tokenizer, names: Sequence[str | None]) -> TokenBytes:
     """Find both forms of each token by decoding it alone and after another token."""
     ids = [token for token, name in enumerate(names) if name is not None]

@@ -28,6 +28,7 @@ from triptych.service.dialects.common import (
     native_penalties,
     sampling_fields,
 )
+from triptych.service.dialects.openai_replies import shown_token
 from triptych.service.http.json_replies import DataEvents, Generation, Json
 from triptych.service.planning.checks import ReplyShape
 from triptych.service.schemas.bodies import GenerateBody
@@ -314,8 +315,8 @@ def _rates(name: str, count: int, milliseconds: float) -> Json:
 
 
 def _token(entry: Json) -> Json:
-    text = entry["text"]
-    return {"id": entry["id"], "token": text, "bytes": list(text.encode()), "logprob": entry["logprob"]}
+    shown = shown_token(entry)
+    return {"id": entry["id"], **shown, "bytes": shown["bytes"] or list(entry["text"].encode())}
 
 
 def _at(value: Any, path: Sequence[str]) -> list[Any]:

@@ -322,5 +322,5 @@ def _content_logprobs(choice: Json) -> Json | None:
 def shown_token(entry: Json) -> dict[str, Any]:
     """Return a token with its log-probability, and its bytes where they are known."""
     text = entry["text"]
-    known = "\ufffd" not in text  # else the token is part of a character, and its bytes are unknown here
-    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else None}
+    known = "\ufffd" not in text  # else the token is part of a character
+    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else entry.get("bytes")}

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import msgspec
 
 from triptych.model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
-from triptych.model.text.tokenizer import Tokenizer
+from triptych.model.text.token_bytes import part_bytes
+from triptych.model.text.tokenizer import REPLACEMENT, Tokenizer
 from triptych.service.core.errors import ApiError
 from triptych.service.lifecycle.jobs import Job, combined_outcome
 from triptych.service.observability.metrics import Metrics
@@ -253,8 +254,12 @@ def token_logprob(tokenizer: Tokenizer | None, one: TokenLogprob) -> Json:
     """Return a token's log-probability with its alternatives; without a tokenizer tokens have no text."""
 
     def shown(token_id: int, logprob: float) -> Json:
-        text = tokenizer.token_text(token_id) if tokenizer is not None else ""
-        return {"id": token_id, "text": text, "logprob": max(logprob, _MIN_LOGPROB)}
+        found: Json = {"id": token_id, "text": "", "logprob": max(logprob, _MIN_LOGPROB)}
+        if tokenizer is not None:
+            found["text"] = text = tokenizer.token_text(token_id)
+            if REPLACEMENT in text and (part := part_bytes(tokenizer, token_id)) is not None:
+                found["bytes"] = list(part)
+        return found
 
     return {**shown(one.token_id, one.logprob), "top": [shown(*alternative) for alternative in one.top]}
 

@@ -79,6 +79,9 @@ class TopLogprob(Reply):
     id: int = Field(description="Token id.", examples=[42])
     text: str = Field(description="The token alone as text.", examples=[" the"])
     logprob: float = Field(description="Natural logarithm of the model's own probability.", examples=[-0.5])
+    bytes: list[int] | None = Field(
+        None, description="Its bytes, if it is a part of a character and has no text of its own.", examples=[None]
+    )
 
 
 class TokenLogprobReply(TopLogprob):

@@ -251,6 +251,19 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert [one.top_logprobs for one in choice.logprobs.content] == [[], []]
 
 
+def test_the_bytes_of_tokens_that_share_a_character_are_its_bytes() -> None:
+    app = chat_app()
+    tokenizer = app.served["chat"].tokenizer
+    assert tokenizer is not None
+    app.client.script.token_ids = tokenizer.encode("aé😀", add_special_tokens=False).ids
+    asked: dict[str, Any] = dict(model="chat", messages=HELLO, max_tokens=7, logprobs=True, top_logprobs=1)
+    with client_of(app) as client:
+        [choice] = client.chat.completions.create(**asked).choices
+    assert choice.message.content == "aé😀"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert bytes(byte for one in choice.logprobs.content for byte in one.bytes or []).decode() == "aé😀"
+
+
 def test_continuing_the_final_message(client: openai.OpenAI, app: App) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "yes and"}]
     client.chat.completions.create(
