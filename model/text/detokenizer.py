@@ -97,9 +97,11 @@ class Detokenizer:
         self._num_tokens += len(ids)
         text = self._possible_stop + self._new_text(ids, final=final)
         self._possible_stop = ""
-        if not self._stops or self._num_tokens <= self._min_tokens:
+        if not self._stops:
             return text
-        return self._cut_at_stop(text, final)
+        if self._num_tokens > self._min_tokens:
+            return self._cut_at_stop(text, final)
+        return self._without_end(text, 0 if final else self._begun(text))  # a stop may go on after the first tokens
 
     def _new_text(self, ids: Sequence[int], *, final: bool = False) -> str:
         text = self._decoded(ids) + (self._held_text() if final else "")
@@ -208,9 +210,17 @@ class Detokenizer:
         if self._lines is not None and (end := self._lines.end(text)) is not None:
             self.stopped = LINE_STOP
             return text[:end]
-        held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = 0 if final else self._begun(text)
         if self._lines is not None and not final:
             held = max(held, self._lines.held(text))
+        return self._without_end(text, held)
+
+    def _begun(self, text: str) -> int:
+        """Return how many last characters may begin a stop string."""
+        return max((_overlap(text, stop) for stop in self._stop), default=0)
+
+    def _without_end(self, text: str, held: int) -> str:
+        """Hold back the last characters, and return the others."""
         self._possible_stop = text[len(text) - held :]
         return text[: len(text) - held]
 

@@ -50,10 +50,13 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """The function `dict(...)` of templates, which does not expose the type."""
+    """The function `dict(...)` of templates and its `fromkeys`, which do not expose the type."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*values)
 
 
 class _Namespace(Namespace):

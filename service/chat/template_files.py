@@ -63,8 +63,7 @@ def template_files(folder: Path, own: Path | None = None) -> TemplateFiles | Non
         bounds = f"{_MOST_TEMPLATES} chat templates of {_MOST_CHARACTERS:,} characters"
         raise TemplateError(f"{folder.name}: there are more than {bounds}")
     named = {**read_json(folder / "special_tokens_map.json"), **config}
-    tokens = {name: text for name in TOKENS if (text := _token_text(named.get(name))) is not None}
-    return TemplateFiles(templates, tokens)
+    return TemplateFiles(templates, _special_tokens(named))
 
 
 def read_template(file: Path) -> str:
@@ -114,6 +113,14 @@ def _named(folder: Path, file: str, value: Any) -> dict[str, str]:
         f"{folder.name}: {file}: chat_template must be a text, a list of objects whose name and template are texts, "
         f"or an object of templates by name; found {kind}"
     )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name: the usual ones, and those that only this tokenizer has (`image_token`)."""
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    return {name: text for name, token in named.items() if (text := _token_text(token)) is not None}
 
 
 def _token_text(token: object) -> str | None:

@@ -233,6 +233,16 @@ def test_before_min_tokens_no_stop_string_counts(sizes: list[int]) -> None:
     assert "".join(stream(detokenizer, ids, sizes * 5)) == "a#b"
 
 
+@pytest.mark.parametrize("sizes", [[1], [3], [100]])
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a#!b", "a"), ("#!#!b", "#!"), ("a##!b", "a#"), ("a#b", "a#b"), ("a#", "a#"), ("###!", "##")]
+)
+def test_a_stop_string_that_is_complete_after_min_tokens_counts(text: str, shown: str, sizes: list[int]) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tuple(tokenizer.encode(character).ids[0] for character in text)
+    assert "".join(stream(Detokenizer(tokenizer, stop=["#!"], min_tokens=2), ids, sizes * 5)) == shown
+
+
 def filled(params: SamplingParams, output: TokenOutput) -> tuple[TokenOutput, bool]:
     told = Detokenizer.of(bytes_tokenizer(), params).fill(output)
     return output, told

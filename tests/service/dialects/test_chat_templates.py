@@ -74,7 +74,8 @@ def test_helpers_are_the_reference_librarys(worker: RenderWorker) -> None:
     source = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.first %}{% continue %}"
         "{% endif %}{{ m | tojson(indent=2) }}{{ m.content | trim }}{% break %}{% endfor %}{{ ns.n }}"
-        "{{ dict(a='<é>') | tojson }}{{ strftime_now('%Y') }}{{ tools is none }}{{ documents is none }}"
+        "{{ dict(a='<é>') | tojson }}{{ dict.fromkeys('ab', 1) }}{{ strftime_now('%Y') }}"
+        "{{ tools is none }}{{ documents is none }}"
         "{{ pad_token is defined }}{{ nothing }}{% generation %} ok {% endgeneration %}\n"
     )
     expected = reference(source).apply_chat_template([RULES, HI, SAID], tokenize=False)
@@ -262,6 +263,14 @@ def test_a_request_may_set_what_the_template_reads_from_outside() -> None:
     template = probed_template(TemplateFiles({"default": source}, {}), "model")
     names = ("tone", "message", "depth", "shown", "style", "strftime_now", "messages")
     assert [name for name in names if template.takes(name)] == ["tone"]
+
+
+def test_templates_read_the_special_tokens_that_only_a_tokenizer_has(tmp_path: Path) -> None:
+    tokens = {"boi_token": "<img>", "extra_special_tokens": {"audio_token": {"content": "<au>"}}, "add_bos_token": True}
+    source = "{{ boi_token }}{{ audio_token }}{{ messages[0].content }}{{ tone }}"
+    template = read_chat_template(folder(tmp_path, tokenizer_config__json={"chat_template": source, **tokens}))
+    assert template is not None and template.tokens == {"boi_token": "<img>", "audio_token": "<au>"}
+    assert [name for name in ("boi_token", "audio_token", "tone") if template.takes(name)] == ["tone"]
 
 
 @pytest.mark.parametrize(
