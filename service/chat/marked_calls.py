@@ -131,7 +131,7 @@ class MarkedCalls:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The mark that ends a call, and the marks of which one follows it, unless the reply ends there."""
+    """The mark that ends a call. One of the marks `following` follows it, unless the reply ends there."""
 
     mark: str
     following: tuple[str, ...]
