@@ -59,6 +59,9 @@ class TensorSource:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Raises `CheckpointError` for one that is not read."""
+        if self.kind not in _DTYPES:
+            raise CheckpointError(f"{self.name}: numbers of the dtype {self.kind} are not read")
         return _DTYPES[self.kind]
 
     @property

@@ -82,7 +82,7 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
 def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
     """Fill a network without storage by a plan; `name` is the checkpoint's, for the log."""
     filler = _Filler(model, sources.table_dtype)
-    meter, left = Meter(name, "read"), {name: tensor.nbytes for name, tensor in sources.stored.items()}
+    meter, left = Meter(name, "read"), {one: sources.stored[one].nbytes for one, _ in sources.rules}
     total = sum(left.values())
     unbounded = dict[str, None]()
     with TensorReader(sources.stored) as reader:

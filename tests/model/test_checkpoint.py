@@ -281,6 +281,23 @@ def test_what_carries_nothing_is_passed_over(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_masks_of_truth_values_are_passed_over(tmp_path: Path) -> None:
+    """As versions 4.27 to 4.30 of the library saved them; and other numbers that no network has."""
+    others = {"v_head.count": torch.ones(3, dtype=torch.int16), "v_head.scale": torch.ones(2, dtype=torch.uint16)}
+    for kind, mask in (("gpt2", "transformer.h.0.attn.bias"), ("gpt-neox", "gpt_neox.layers.0.attention.bias")):
+        folder, expected = copied(kind, tmp_path), loaded(kind).state_dict()
+        masks = {mask: torch.ones(1, 1, 8, 8, dtype=torch.bool), **others}
+        edit_tensors(folder, lambda tensors, masks=masks: tensors.update(masks))  # type: ignore[misc]
+        found = read_and_load(folder).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    newer = tmp_path / "newer"
+    saved("qwen2-moe").reference.save_pretrained(newer, save_original_format=False)
+    name = next(name for name in stored(newer) if name.endswith("experts.gate_up_proj"))
+    edit_tensors(newer, lambda tensors: tensors.update({name: tensors[name].to(torch.int16)}))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj: numbers of the dtype I16 are not read"):
+        read_and_load(newer)
+
+
 def test_gpt2_without_its_prefix_is_read(tmp_path: Path) -> None:
     """Published folders are like this."""
     folder = copied("gpt2", tmp_path)
