@@ -304,6 +304,9 @@ def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:
     """Take what says how projections are stored out of config.json; older folders have it in files of its own."""
     former = raw.pop("compression_config", None)  # as compressed-tensors once called it
     settings = raw.pop("quantization_config", former)
+    if settings is None and isinstance(text := raw.get("text_config"), dict):  # of the language model alone
+        settings = text.get("quantization_config")
+        raw["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
     if settings is None and (settings := read_json(path / "quantize_config.json") or None) is not None:
         settings = {"quant_method": "gptq", **settings}
     if settings is None and (found := read_json(path / "quant_config.json")):
@@ -334,7 +337,9 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
     model = read_gguf(file)
     raw = raw_settings(model)
     own = read_json(path / GENERATION) if path.is_dir() else {}
-    generation = settings_of(recommended_sampling(model) | own, {})
+    recommended = recommended_sampling(model)
+    sampling_defaults(settings_of(recommended, {}), f"{model.name}: general.sampling")  # raises what names the metadata
+    generation = settings_of(recommended | own, {})
     with named_by_metadata(model):
         tensors = origins(model, raw)
         config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))

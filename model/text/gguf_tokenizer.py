@@ -22,7 +22,7 @@ from triptych.model.gguf.container import GGUFModel, read_gguf, shown
 from triptych.model.text.fill_marks import GGUF_KEYS
 from triptych.model.text.gguf_pretokenizers import PRE_TOKENIZERS
 from triptych.model.text.sentencepiece_bpe import sentencepiece_bpe, set_llama_steps
-from triptych.model.text.sentencepiece_classes import model_tokens, scored
+from triptych.model.text.sentencepiece_classes import scored
 from triptych.model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
 from triptych.model.text.sentencepiece_steps import precompiled, set_normalizers, set_words
 from triptych.model.text.tokenizer_class import put_cls_and_sep, set_template
@@ -41,6 +41,13 @@ _SPECIALS = {
     "cls_token": "cls_token_id",
 }
 _WITHOUT = ("none", "no_vocab")
+# Tokens that take the spaces beside them, which no metadata says: in the published files, and in llama.cpp by names.
+_TAKING_SPACES_BEFORE = {
+    **dict.fromkeys(("jina-v2-de", "jina-v2-es", "jina-v2-code"), "<mask>"),
+    "modern-bert": "[MASK]",
+}
+_PHI3 = ("phi3", "phi-3")
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # all others of Phi-3 take those after them
 _USUAL = {  # what a kind has where the metadata names none, as in llama.cpp
     "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
     "t5": {"eos_token": 1, "unk_token": 2, "pad_token": 0},
@@ -117,6 +124,23 @@ class GGUFFiles(Files):
             return default
         return {**others, "default": default} if default else others
 
+    def added(self, text: str, *, special: bool) -> AddedToken:
+        """Return a token that is found in a text before it is split, with the spaces that it takes."""
+        before = _TAKING_SPACES_BEFORE.get(self.model.text(f"{_PREFIX}.pre", ""))
+        return AddedToken(
+            text,
+            special=special,
+            normalized=False,
+            lstrip=text == before,
+            rstrip=self._is_phi3 and text not in _PHI3_PLAIN,
+        )
+
+    @cached_property
+    def _is_phi3(self) -> bool:
+        """Whether it has Phi-3's vocabulary, which is Llama's with more tokens."""
+        names = (self.model.architecture, str(self.model.get("general.name")).lower())
+        return self.kind == "llama" and any(name in one for one in names for name in _PHI3)
+
     def flag(self, name: str, default: bool) -> bool:
         return self.model.flag(f"{_PREFIX}.{name}", default)
 
@@ -166,11 +190,12 @@ def build_gguf_tokenizer(files: GGUFFiles) -> Tokenizer | None:
         return _KINDS[files.kind](files)
 
 
-def _add_tokens(tokenizer: Tokenizer, files: GGUFFiles) -> None:
-    """Let control tokens, and those that the user defined, be found in a text before it is split."""
-    found = (PieceKind.CONTROL, PieceKind.USER_DEFINED)
-    named = ((text, kind) for text, kind in zip(files.tokens, files.kinds, strict=True) if kind in found)
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind is found[0]) for text, kind in named])
+def _add_tokens(tokenizer: Tokenizer, files: GGUFFiles, *names: str) -> None:
+    """Let control tokens, those that the user defined, and those of these names be found before a text is split."""
+    control, user = PieceKind.CONTROL, PieceKind.USER_DEFINED
+    kinds = dict.fromkeys((files.config[name] for name in names if name in files.config), control)
+    kinds |= {text: kind for text, kind in zip(files.tokens, files.kinds, strict=True) if kind in (control, user)}
+    tokenizer.add_tokens([files.added(text, special=kind is control) for text, kind in kinds.items()])
 
 
 def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: bool, always: bool = False) -> Tokenizer:
@@ -228,6 +253,8 @@ def _gemma4(files: GGUFFiles) -> Tokenizer:
 
 
 def _merges(files: GGUFFiles, ids: dict[str, int]) -> list[tuple[str, str]]:
+    if f"{_PREFIX}.merges" not in files.model:
+        raise ConfigError(f"{files.model.name}: {_PREFIX}.merges is missing")
     merges = []
     for line in files.model.array(f"{_PREFIX}.merges"):
         cut = str(line).find(" ", 1)  # the first may be a space itself
@@ -247,7 +274,7 @@ def _llama(files: GGUFFiles) -> Tokenizer:
     tokenizer = Tokenizer(sentencepiece_bpe(files.sentencepiece, ids, files.config["unk_token"]))
     prefix = files.flag("add_space_prefix", True)
     set_llama_steps(tokenizer, scheme="always" if prefix else "never", strip=prefix)
-    _add_pieces(tokenizer, files)
+    _add_tokens(tokenizer, files, "bos_token", "eos_token", "unk_token")
     return _put_around(tokenizer, files, begin=True, end=False)
 
 
@@ -260,16 +287,8 @@ def _t5(files: GGUFFiles) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram(scored(model.pieces), unk_id=model.unknown_id, byte_fallback=False))
     set_normalizers(tokenizer, *precompiled(model.charsmap))
     set_words(tokenizer)
-    _add_pieces(tokenizer, files)
+    _add_tokens(tokenizer, files, "bos_token", "eos_token", "unk_token")
     return _put_around(tokenizer, files, begin=False, end=True)
-
-
-def _add_pieces(tokenizer: Tokenizer, files: GGUFFiles) -> None:
-    """Let control pieces, the user's own, and the named tokens be found in a text before it is split."""
-    named = [files.config[name] for name in ("bos_token", "eos_token", "unk_token") if name in files.config]
-    found = model_tokens(files)
-    known = {str(token) for token in found}
-    tokenizer.add_tokens([*found, *(AddedToken(text, special=True) for text in named if text not in known)])
 
 
 def _bert(files: GGUFFiles) -> Tokenizer:

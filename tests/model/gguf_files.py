@@ -21,8 +21,9 @@ from torch import Tensor
 from tests.model.checkpoints import saved
 from triptych.model.gguf.types import BLOCK_TYPES
 
-_TYPES = {"UINT8": 0, "INT8": 1, "UINT32": 4, "INT32": 5, "FLOAT32": 6, "BOOL": 7, "STRING": 8, "ARRAY": 9}
-_FORMATS = {"UINT8": "<B", "INT8": "<b", "UINT32": "<I", "INT32": "<i", "FLOAT32": "<f", "BOOL": "<?"}
+_TYPES = {"UINT8": 0, "INT8": 1, "UINT32": 4, "INT32": 5, "FLOAT32": 6, "FLOAT64": 12, "BOOL": 7, "STRING": 8}
+_TYPES["ARRAY"] = 9
+_FORMATS = {"UINT8": "<B", "INT8": "<b", "UINT32": "<I", "INT32": "<i", "FLOAT32": "<f", "FLOAT64": "<d", "BOOL": "<?"}
 _NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
 CONVERSIONS = Path(__file__).parent.parent / "data" / "gguf_conversions.json"
 Metadata = Mapping[str, tuple[str, Any]]

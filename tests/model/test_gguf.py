@@ -327,6 +327,21 @@ def test_windows_with_a_base_of_their_own_are_refused(tmp_path: Path) -> None:
             read_checkpoint(converted(kind, tmp_path, rope__freq_base_swa=("FLOAT32", 7.0)))
 
 
+def test_recommended_sampling_is_read_or_refused_by_its_own_place(tmp_path: Path) -> None:
+    def read(name: str, kind: str, value: Any) -> dict[str, Any]:
+        metadata = {key: (kind, value) for key, (kind, value) in conversions()["llama"]["metadata"].items()}
+        metadata[f"general.sampling.{name}"] = (kind, value)
+        tensors = {"token_embd.weight": torch.ones(97, 32)}
+        return read_checkpoint(write_gguf(tmp_path / "x.gguf", metadata, tensors)).sampling_defaults
+
+    assert read("temp", "FLOAT32", 0.6)["temperature"] == 0.6
+    assert read("top_p", "FLOAT64", 0.95)["top_p"] == 0.95
+    largest = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+    for kind, value in (("STRING", "hot"), ("FLOAT64", 1e300), ("FLOAT32", largest), ("FLOAT32", float("nan"))):
+        with pytest.raises(ConfigError, match=r"x\.gguf: general\.sampling: temperature"):
+            read("temp", kind, value)
+
+
 def test_values_of_any_kind_are_read_or_refused(tmp_path: Path) -> None:
     """Metadata with wrong values or types gives a model or a `ConfigError`."""
     keys = [key.removeprefix("llama.") for key in conversions()["llama"]["metadata"] if key.startswith("llama.")]

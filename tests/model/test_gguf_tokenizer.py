@@ -243,6 +243,61 @@ def test_tokens_without_a_text_have_the_names_that_llama_cpp_gives_them(tmp_path
     assert tokenizer is not None and tokenizer.encode("ab").ids == (0, 2)
 
 
+def _with_marks(path: Path, folder: Path, architecture: str, name: str) -> Tokenizer:
+    entries = _llama(folder) | {"ggml__add_bos_token": ("BOOL", False), "ggml__add_eos_token": ("BOOL", False)}
+    for key, more in (("tokens", ["<|user|>", "<|end|>"]), ("scores", [0.0] * 2), ("token_type", [_USER, _CONTROL])):
+        entries[f"ggml__{key}"] = ("ARRAY", [*entries[f"ggml__{key}"][1], *more])
+    named = {f"tokenizer.{key.replace('__', '.')}": entry for key, entry in entries.items()}
+    said = {"general.architecture": ("STRING", architecture), "general.name": ("STRING", name)}
+    found = Tokenizer.from_folder(write_gguf(path, {**said, **named}, {}))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("phi3", "My tune"), ("llama", "Phi-3 mini as a Llama")])
+def test_tokens_of_phi_3_take_the_spaces_after_them(architecture: str, name: str, root: Path, tmp_path: Path) -> None:
+    """As in its tokenizer.json, and in llama.cpp by the name: its template has a line break after every mark."""
+    folder = write_folder("llama-legacy", root / f"marks-{architecture}")
+    found = _with_marks(tmp_path / "x.gguf", folder, architecture, name)
+    user, end, close = (found.token_id(text) for text in ("<|user|>", "<|end|>", "</s>"))
+    word, begin = found.encode("Hello").ids, found.token_id("<s>")
+    assert found.encode("<|user|>\nHello<|end|> \n<|user|>").ids == (user, *word, end, user)
+    assert found.encode("</s>\nHello").ids == (close, *word)
+    assert found.encode("<s>\nHello").ids[1:] == found.encode("\nHello").ids and found.encode("<s>").ids == (begin,)
+    plain = _with_marks(tmp_path / "y.gguf", folder, "llama", "Some Llama")
+    assert plain.encode("<|user|>\nHello").ids == (user, *plain.encode("\nHello").ids) != (user, *word)
+
+
+def test_a_mask_takes_the_space_before_it_where_published_ones_do(tmp_path: Path) -> None:
+    for pre, text, takes in (
+        ("jina-v2-de", "<mask>", True),
+        ("modern-bert", "[MASK]", True),
+        ("gpt-2", "<mask>", False),
+    ):
+        merges = pretokenizers()["merges"]
+        names = [text, *byte_alphabet(), *(merge.replace(" ", "") for merge in merges)]
+        file = write(
+            tmp_path / f"{pre}.gguf",
+            **_ids(mask=0),
+            ggml__model=("STRING", "gpt2"),
+            ggml__pre=("STRING", pre),
+            ggml__tokens=("ARRAY", names),
+            ggml__token_type=("ARRAY", [_CONTROL] + [_NORMAL] * (len(names) - 1)),
+            ggml__merges=("ARRAY", merges),
+        )
+        tokenizer = Tokenizer.from_folder(file)
+        assert tokenizer is not None
+        assert (tokenizer.encode(f"a {text}").ids == tokenizer.encode(f"a{text}").ids) == takes
+
+
+def test_a_vocabulary_without_merges_is_refused(tmp_path: Path) -> None:
+    """Its texts would be single bytes."""
+    names = ("ARRAY", ["a", "b", "ab"])
+    file = write(tmp_path / "x.gguf", ggml__model=("STRING", "gpt2"), ggml__pre=("STRING", "gpt-2"), ggml__tokens=names)
+    with pytest.raises(ConfigError, match=r"x\.gguf: tokenizer\.ggml\.merges is missing"):
+        Tokenizer.from_folder(file)
+
+
 def test_templates_are_found_by_their_names_alone(tmp_path: Path) -> None:
     plain: Entries = {"ggml__model": ("STRING", "gpt2"), "ggml__tokens": ("ARRAY", ["a", "b"])}
     named: Entries = {**plain, "chat_template.tool_use": ("STRING", "{{ tools }}")}

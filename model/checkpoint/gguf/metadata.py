@@ -25,9 +25,18 @@ def single(model: GGUFModel, key: str) -> Any:
 
 def decimal(value: float) -> float:
     """Return the shortest decimal number that is this one in float32: metadata has 1e-6 as 9.99999997e-07."""
-    stored = struct.pack("<f", value)
+    if (stored := _single(value)) is None:
+        return value
     shorter = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((short for short in shorter if struct.pack("<f", short) == stored), value)
+    return next((short for short in shorter if _single(short) == stored), value)
+
+
+def _single(value: float) -> bytes | None:
+    """Return a number in float32; None for one that is larger than any."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return None
 
 
 def rows(model: GGUFModel, tensor: str) -> int:
