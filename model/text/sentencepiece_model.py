@@ -51,6 +51,8 @@ class SentencePieceModel:
     charsmap: bytes = b""  # compiled rules of character normalization; empty: none
     add_dummy_prefix: bool = True  # a text begins with a space
     remove_extra_whitespaces: bool = True
+    escape_whitespaces: bool = True  # spaces become SPACE
+    treat_whitespace_as_suffix: bool = False  # spaces end pieces
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
@@ -92,6 +94,8 @@ def _trainer(model: SentencePieceModel, message: bytes) -> None:
             model.byte_fallback = bool(_integer(value))
         elif number == 40:
             model.unknown_id = _integer(value)
+        elif number == 24:
+            model.treat_whitespace_as_suffix = bool(_integer(value))
 
 
 def _normalizer(model: SentencePieceModel, message: bytes) -> None:
@@ -102,6 +106,8 @@ def _normalizer(model: SentencePieceModel, message: bytes) -> None:
             model.add_dummy_prefix = bool(_integer(value))
         elif number == 4:
             model.remove_extra_whitespaces = bool(_integer(value))
+        elif number == 5:
+            model.escape_whitespaces = bool(_integer(value))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -155,9 +155,9 @@ class Tokenizer:
         if not special_tokens and isinstance(built, tokenizers.Tokenizer):
             built.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B")
         ends = files.has_json and files.has("modules.json") and files.flag("add_eos_token", False)
-        if ends and isinstance(built, tokenizers.Tokenizer):
-            put_end_after_texts(built, files.special("eos_token", "</s>"))
         with library_errors(f"{folder.name}: its tokenizer cannot be used"):
+            if ends and isinstance(built, tokenizers.Tokenizer):
+                put_end_after_texts(built, files.special("eos_token", "</s>"))
             languages = source_languages(built, files)
             pair = _pair_of_languages(files)
             names = _special_names(files)

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from triptych.model.errors import ConfigError
 from triptych.model.text import byte_level_classes, sentencepiece_classes
 from triptych.model.text.piece_tokenizers import PIECE_CLASSES, PieceTokenizer
-from triptych.model.text.special_tokens import add_special_tokens
+from triptych.model.text.special_tokens import NAMES, add_special_tokens, token_text
 from triptych.model.text.tokenizer_class import TokenizerClass, class_of_older_files, class_over_json
 from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files, library_errors
 
@@ -84,14 +84,14 @@ def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
     """
     folder, name = files.folder, class_of_older_files(files)
     if name in PIECE_CLASSES and files.has(*PIECE_CLASSES[name].files):
-        return _with_added(PIECE_CLASSES[name].read(files), files)
+        return _of_pieces(name, files)
     if files.loaded is not None:
         return _over_json(files.loaded, files)
     marks = ("vocab.txt", "vocab.json", "source.spm", *SENTENCEPIECE_NAMES)
     if not any(files.has(mark) for mark in marks):
         return None
     if name in PIECE_CLASSES:
-        return _with_added(PIECE_CLASSES[name].read(files), files)
+        return _of_pieces(name, files)
     if name not in CLASSES:
         raise ConfigError(
             f"{folder.name}: a tokenizer of class {files.tokenizer_class or files.model_type!r} needs tokenizer.json; "
@@ -102,6 +102,11 @@ def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
         tokenizer = Tokenizer(kind.read(files))
         charsmap = files.sentencepiece.charsmap if kind.reads_sentencepiece else b""
         return _finished(tokenizer, files, kind, charsmap)
+
+
+def _of_pieces(name: str, files: Files) -> Tokenizer | PieceTokenizer:
+    with library_errors(f"{files.folder.name}: its tokenizer cannot be built"):  # SentencePiece's too
+        return _with_added(PIECE_CLASSES[name].read(files), files)
 
 
 def _over_json(loaded: Tokenizer, files: Files) -> Tokenizer:
@@ -145,6 +150,17 @@ def _split(tokenizer: Tokenizer, files: Files) -> Tokenizer:
             *(files.folder.name, len(moved), text, tokenizer.token_to_id(text), token),
         )
     return tokenizer
+
+
+def named_texts(files: Files) -> dict[str, str]:
+    """Return the special tokens that chat templates may name: those of the files, else of the folder's class.
+
+    A folder may have names of its own (`image_token`).
+    """
+    kind = CLASSES.get(class_over_json(files) if files.has_json else class_of_older_files(files))
+    usual = {} if kind is None else {name: token for name, token in kind.specials.items() if name in NAMES}
+    named = {**usual, **files.named_tokens}
+    return {name: token_text(token) for name, token in named.items() if token is not None}
 
 
 def cleans_up(built: Tokenizer | PieceTokenizer, files: Files) -> bool:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from triptych.model.errors import ConfigError
 from triptych.model.system.folder_files import has_file, read_file
 from triptych.model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
-from triptych.model.text.special_tokens import SpecialTokens, read_special_tokens
+from triptych.model.text.special_tokens import SpecialTokens, Token, read_special_tokens
 from triptych.model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
@@ -118,6 +118,12 @@ class Files:
         in_json = {} if self.loaded is None else self.loaded.get_added_tokens_decoder()
         return read_special_tokens(self.folder.name, self.config, token_map, added, in_json)
 
+    @cached_property
+    def named_tokens(self) -> dict[str, Token | None]:
+        """The special tokens that the files name, for which tokenizer.json is not read."""
+        token_map, added = self.object("special_tokens_map.json"), self.object("added_tokens.json")
+        return read_special_tokens(self.folder.name, self.config, token_map, added, {}).named
+
     def special(self, name: str, default: str) -> str:
         """Return the text of the special token `name` ("eos_token"), by the files or by its class's default."""
         return self.special_tokens.text(name, default)
@@ -127,10 +133,15 @@ class Files:
 
     @cached_property
     def sentencepiece(self) -> SentencePieceModel:
-        for name in SENTENCEPIECE_NAMES:
-            if self.has(name):
-                return read_sentencepiece(self.folder / name)
-        raise ConfigError(f"{self.folder.name}: its tokenizer needs one of {', '.join(SENTENCEPIECE_NAMES)}")
+        name = next((name for name in SENTENCEPIECE_NAMES if self.has(name)), None)
+        if name is None:
+            raise ConfigError(f"{self.folder.name}: its tokenizer needs one of {', '.join(SENTENCEPIECE_NAMES)}")
+        found = read_sentencepiece(self.folder / name)
+        for setting, served in (("treat_whitespace_as_suffix", False), ("escape_whitespaces", True)):
+            if getattr(found, setting) is not served:
+                told = f"{name}: {setting} {str(not served).lower()} is not served"
+                raise ConfigError(f"{self.folder.name}: {told}; add the model's tokenizer.json")
+        return found
 
     def json_vocabulary(self, name: str = "vocab.json") -> dict[str, int]:
         found = self.object(name, required=True)

@@ -19,8 +19,11 @@ from triptych.model.errors import ConfigError
 from triptych.model.gguf.paths import gguf_path
 from triptych.model.system.folder_files import has_file
 from triptych.model.text.gguf_tokenizer import gguf_tokenizer_config
+from triptych.model.text.special_tokens import NAMES
+from triptych.model.text.tokenizer_builder import named_texts
+from triptych.model.text.tokenizer_files import Files
 
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKENS = NAMES
 _MOST_TEMPLATES = 32
 _MOST_CHARACTERS = 1_000_000
 _MOST_BYTES = 4 * _MOST_CHARACTERS  # of a file: a character takes up to four
@@ -62,8 +65,9 @@ def template_files(folder: Path, own: Path | None = None) -> TemplateFiles | Non
     if len(templates) > _MOST_TEMPLATES or max(map(len, templates.values())) > _MOST_CHARACTERS:
         bounds = f"{_MOST_TEMPLATES} chat templates of {_MOST_CHARACTERS:,} characters"
         raise TemplateError(f"{folder.name}: there are more than {bounds}")
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
-    return TemplateFiles(templates, _special_tokens(named))
+    if gguf is None:
+        return TemplateFiles(templates, named_texts(Files(folder)))
+    return TemplateFiles(templates, _special_tokens({**read_json(folder / "special_tokens_map.json"), **config}))
 
 
 def read_template(file: Path) -> str:

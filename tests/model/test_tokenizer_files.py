@@ -285,6 +285,9 @@ def test_marian_with_two_vocabularies_reads_one_and_writes_the_other(tmp_path: P
         Tokenizer.from_folder(tmp_path / "model")
 
 
+TWICE = b"\x0a\x09\x0a\x05<unk>\x18\x02" + 2 * b"\x0a\x03\x0a\x01a"  # a SentencePiece model that has a piece twice
+
+
 def spoiled(root: Path, name: str, into: Path) -> Path:
     folder = into / name
     folder.mkdir()
@@ -299,6 +302,7 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
         ("t5", "spiece.model", b"not a model", r"t5: spiece\.model is not a SentencePiece model"),
         ("t5", "spiece.model", b"", r"t5: spiece\.model is empty: copy or download it again"),
         ("marian", "source.spm", b"\x0a\xff\xff", r"source\.spm is not a SentencePiece model"),
+        ("marian", "source.spm", TWICE, "marian: its tokenizer cannot be built: .*already defined"),
         ("marian", "vocab.json", b"[]", r"vocab\.json must hold an object, found list"),
         ("marian", "vocab.json", b'{"a": 0}', r"vocab\.json has no <unk>"),
         ("m2m-100", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
@@ -325,6 +329,21 @@ def test_damaged_files_are_named(
         return
     with pytest.raises(ConfigError, match=message):
         Tokenizer.from_folder(folder)
+
+
+def test_spaces_that_do_not_begin_pieces_are_refused(root: Path, tmp_path: Path) -> None:
+    folder = spoiled(root, "t5", tmp_path)
+    data = (folder / "spiece.model").read_bytes()
+    for part, setting, value in (
+        ("trainer_spec", "treat_whitespace_as_suffix", True),
+        ("normalizer_spec", "escape_whitespaces", False),
+    ):
+        model = sentencepiece_model_pb2.ModelProto()
+        model.ParseFromString(data)
+        setattr(getattr(model, part), setting, value)
+        (folder / "spiece.model").write_bytes(model.SerializeToString())
+        with pytest.raises(ConfigError, match=rf"spiece\.model: {setting} {str(value).lower()} is not served; add"):
+            Tokenizer.from_folder(folder)
 
 
 def test_a_class_that_is_not_known_is_refused_by_name(root: Path, tmp_path: Path) -> None:
@@ -378,3 +397,6 @@ def test_an_embedder_ends_texts_as_its_settings_say_and_its_tokenizer_does_not(b
     assert ours.encode("import os", "import os").ids == pair
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert Tokenizer.from_folder(tmp_path).encode("import os").ids == tuple(plain)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "of two words"}))
+    with pytest.raises(ConfigError, match="its tokenizer cannot be used: "):
+        Tokenizer.from_folder(tmp_path)

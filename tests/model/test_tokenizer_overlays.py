@@ -25,7 +25,7 @@ from triptych.model.text.decoders import StreamCleaner, clean_up
 from triptych.model.text.detokenizer import Detokenizer
 from triptych.model.text.piece_tokenizers import PIECE_CLASSES
 from triptych.model.text.tokenizer import Tokenizer
-from triptych.model.text.tokenizer_builder import CLASSES
+from triptych.model.text.tokenizer_builder import CLASSES, named_texts
 from triptych.model.text.tokenizer_class import HARMLESS, SERVED, class_over_json
 from triptych.model.text.tokenizer_files import Files
 
@@ -73,6 +73,7 @@ def equal(folder: Path) -> Tokenizer:
     ours, reference = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert ours is not None
     assert ours.vocab_size == len(reference)
+    assert named_texts(Files(folder)) == reference.special_tokens_map  # which chat templates get
     known = reference.backend_tokenizer.get_added_tokens_decoder()
     assert ours.special_ids == {token for token, added in known.items() if added.special}
     for text in _TEXTS:

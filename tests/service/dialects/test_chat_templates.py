@@ -228,8 +228,8 @@ def test_sources_of_a_chat_template(tmp_path: Path) -> None:
     found = template_files(tmp_path)
     assert found is not None and found.templates == {"default": "{{ messages[0].content }}"}
     eos = {"content": "</s>", "lstrip": False}
-    folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": "old"})
-    folder(tmp_path, tokenizer_config__json={"chat_template": LINES, "eos_token": eos, "pad_token": None})
+    folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": eos})
+    folder(tmp_path, tokenizer_config__json={"chat_template": LINES, "eos_token": "old", "pad_token": None})
     assert template_files(tmp_path) == TemplateFiles({"default": LINES}, TOKENS)
     template = read_chat_template(tmp_path)
     assert template is not None and template.names == {"messages", "eos_token", "add_generation_prompt"}
