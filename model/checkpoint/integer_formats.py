@@ -58,7 +58,7 @@ _PER_TOKEN = {
 
 def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
     """GPTQ as AutoGPTQ, GPTQModel and optimum write it, by stored projection; raises `ConfigError`."""
-    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{WHERE}.checkpoint_format: {form!r} is not served, only 'gptq' or 'gptq_v2'")
     expected = {"quant_method": "gptq", "bits": _BITS, "pack_dtype": ("int32", None), "is_marlin_format": False}
@@ -82,9 +82,10 @@ def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Integ
 
 def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
     """AWQ as AutoAWQ and GPTQModel write it, by stored projection; raises `ConfigError`."""
-    form = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    named = next((key for key in ("checkpoint_format", "version", "format") if settings.get(key)), "version")
+    form = str(settings.get(named) or "gemm").lower()
     if form not in ("gemm", "gemv"):
-        raise ConfigError(f"{WHERE}.version: {form!r} is not served, only 'gemm' or 'gemv'")
+        raise ConfigError(f"{WHERE}.{named}: {form!r} is not served, only 'gemm' or 'gemv'")
     if settings.get("backend") == "llm-awq":  # others name kernels, this one a layout
         raise ConfigError(f"{WHERE}.backend: 'llm-awq' is not served")
     expected = {"quant_method": "awq", "bits": 4, "pack_dtype": ("int32", None), "data_type": "int"}

@@ -159,8 +159,11 @@ _COMPRESSED: dict[str, Callable[[str, Mapping[str, Any]], Storage | Layout]] = {
 
 
 def _fp8(quantization: Mapping[str, Any], names: Collection[str]) -> Storage:
-    settings = {"quant_method": "fp8", "activation_scheme": ("dynamic", "static"), "fmt": "e4m3"}
-    known = ("weight_block_size", "kv_cache_scheme", "scale_fmt")  # ue8m0 scales are powers of two, stored as floats
+    settings: dict[str, Any] = {
+        **{"quant_method": "fp8", "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3", "float8_e4m3fn")},
+        **{"scale_fmt": (None, "float", "ue8m0"), "expert_dtype": "fp8"},  # ue8m0: powers of two, stored as floats
+    }
+    known = ("weight_block_size", "kv_cache_scheme", "modules_to_convert", "dequantize")  # tensors say the same
     expect(WHERE, quantization, settings, known=known)
     if (cache := quantization.get("kv_cache_scheme")) not in (None, "static", "dynamic"):
         raise ConfigError(f"{WHERE}.kv_cache_scheme: {cache!r} is not served, only 'static' or 'dynamic'")

@@ -356,6 +356,7 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
         ({**AWQ, "dynamic": {".*up_proj": {"group_size": 32}}}, r"dynamic: settings for single projections are not"),
         ({**AWQ, "bits": 8}, r"bits: 8 is not served, only 4"),
         ({**AWQ, "version": "gemv_fast"}, r"version: 'gemv_fast' is not served, only 'gemm' or 'gemv'"),
+        ({**AWQ, "checkpoint_format": "GEMV_FAST"}, r"checkpoint_format: 'gemv_fast' is not served"),
         ({**AWQ, "backend": "llm-awq"}, r"backend: 'llm-awq' is not served"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config\.format: 'sparse-24"),
         (compressed(num_bits=3), r"weights\.num_bits: 3 is not served, only 4 or 8"),

@@ -292,7 +292,7 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**FP8["deepseek"][0], "fmt": "e5m2"}, r"fmt: 'e5m2' is not served, only 'e4m3'"),
+        ({**FP8["deepseek"][0], "fmt": "e5m2"}, r"fmt: 'e5m2' is not served, only 'e4m3' or 'float8_e4m3fn'"),
         ({**FP8["deepseek"][0], "weight_block_size": [128]}, r"weight_block_size must be two numbers from 1 to 1024"),
         ({**FP8["deepseek"][0], "weight_block_size": [10**9, 128]}, r"weight_block_size must be two numbers"),
         (float_quantised("block", DYNAMIC, block_structure=[128, 10**9]), r"block_structure must be two numbers"),
@@ -305,6 +305,37 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
 def test_other_fp8_is_refused_by_the_setting_that_differs(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         quantization_of(settings)
+
+
+def test_settings_of_the_language_model_alone_are_read(tmp_path: Path) -> None:
+    """Of a model that reads images too: transformers looks there where the whole says nothing."""
+    stored, plain = in_fp8(*FP8["by row"], tmp_path, "smolvlm")
+    config = json.loads((stored / "config.json").read_text())
+    whole = read_checkpoint(stored).config.stored_as
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (stored / "config.json").write_text(json.dumps(config))
+    assert whole and read_checkpoint(stored).config.stored_as == whole
+    ours, expected = (load_model(read_checkpoint(one), SdpaBackend()).state_dict() for one in (stored, plain))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected if name.startswith("decoder."))
+
+
+def test_settings_that_todays_classes_write_are_read() -> None:
+    from transformers.utils import quantization_config as classes  # whose package takes 2 s
+
+    written = (
+        classes.FineGrainedFP8Config(modules_to_not_convert=["lm_head"]),
+        classes.FineGrainedFP8Config(weight_block_size=None, scale_fmt="ue8m0"),
+        classes.FbgemmFp8Config(),
+        classes.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        classes.BitsAndBytesConfig(load_in_8bit=True),
+        classes.GPTQConfig(bits=4, desc_act=True),
+        classes.AwqConfig(),
+        classes.Mxfp4Config(),
+    )
+    for one in written:
+        quantization_of(json.loads(json.dumps(one.to_dict())))
+    with pytest.raises(ConfigError, match=r"expert_dtype: 'fp4' is not served, only 'fp8'"):
+        quantization_of(json.loads(json.dumps(classes.FineGrainedFP8Config(expert_dtype="fp4").to_dict())))
 
 
 def test_scales_are_dropped_behind_the_last_row() -> None:
