@@ -14,10 +14,11 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from triptych.model.checkpoint import hub_names
 from triptych.model.checkpoint.hub_names import HubName
@@ -30,6 +31,7 @@ from triptych.model.checkpoint.json_files import (
     PICKLES,
     SAFETENSORS,
     SETTINGS,
+    read_json,
 )
 from triptych.model.checkpoint.progress import Meter, bar_class
 from triptych.model.errors import ConfigError, listed
@@ -38,6 +40,7 @@ from triptych.model.gguf.paths import SHARD
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
 _PATHS = " (the path of a folder here begins with / or ./)"
 _COMMIT = re.compile("[0-9a-f]{40}")
+_INDEX = ".index.json"
 
 
 def pinned(path: str, *, pickle: bool = True) -> str:
@@ -65,9 +68,11 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
         return _gguf(name, max_bytes)
     small = (*SETTINGS, *MODULE_SAFETENSORS, *(MODULE_PICKLES if pickle else ()))
     folder = _download(name, (*small, *SAFETENSORS), max_bytes)
+    found = replace(name, revision=folder.name)  # the commit that was found, even if the revision has moved since
+    if further := _named_weights(folder):
+        return _download(found, (*small, *SAFETENSORS, *map(escape, further)), max_bytes)
     if _has_any(folder, SAFETENSORS):
         return folder
-    found = replace(name, revision=folder.name)  # the commit that was found, even if the revision has moved since
     if _has_any(folder, (ADAPTER,)):
         folder = _download(found, (*small, *ADAPTER_WEIGHTS[:1]), max_bytes)
         absent = pickle and not _has_any(folder, ADAPTER_WEIGHTS[:1])
@@ -76,6 +81,24 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
         folder = _download(found, (*small, *PICKLES), max_bytes)
     weights = (*MODULE_SAFETENSORS, *((*PICKLES, *MODULE_PICKLES) if pickle else ()))
     return folder if _has_any(folder, weights) or not _gguf_files(found)[1] else _gguf(found, max_bytes)
+
+
+def _named_weights(folder: Path) -> list[str]:
+    """Return the files of weights that config.json or an index names, other than those with a usual name."""
+    named = read_json(folder / "config.json").get("transformers_weights")
+    if named is None and (folder / SAFETENSORS[0]).exists():
+        return []
+    index, found = f"{SAFETENSORS[0]}{_INDEX}" if named is None else named, [named]
+    if _is_name(index) and index.endswith(_INDEX):
+        listed = read_json(folder / index).get("weight_map")
+        found = [*listed.values()] if isinstance(listed, dict) else []
+    names = {one for one in found if _is_name(one) and one.endswith(".safetensors")}
+    return sorted(one for one in names if not any(fnmatchcase(one, usual) for usual in SAFETENSORS))
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    """Return whether a value is the name of a file right in a folder."""
+    return isinstance(value, str) and "\0" not in value and Path(value).name == value
 
 
 def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -105,7 +105,7 @@ def write_folder(
         raise ConfigError(f"{out} is there already: give the name of a new folder")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder, so {out.name} cannot be written there")
-    copied = _copied_files(checkpoint.path, checkpoint.network_path)
+    copied = _copied_files(checkpoint.path, checkpoint.network_path, checkpoint.weight_files)
     network = checkpoint.network_path.relative_to(checkpoint.path)
     made = None
     try:
@@ -117,7 +117,8 @@ def write_folder(
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, made / name)
         config = read_json(checkpoint.network_path / "config.json", required=True)
-        config.pop("compression_config", None)
+        for former in ("compression_config", "transformers_weights"):
+            config.pop(former, None)
         config["quantization_config"] = describe(projections, tensors, form)
         _write_json(made / network / "config.json", config)
         made.rename(out)
@@ -254,16 +255,17 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _copied_files(folder: Path, network: Path) -> dict[Path, Path]:
+def _copied_files(folder: Path, network: Path, weights: Collection[Path]) -> dict[Path, Path]:
     """The files other than weights, by names within the folder: the tokenizer, settings, modules, texts for people.
 
-    `network` is the folder of the network's files. Raises `ConfigError` where a link or a module's path leads out of
-    the folder: what it leads to was not meant to be in the new one. A snapshot of the Hub's cache has its files
-    in `blobs`, outside of it.
+    `network` is the folder of the network's files, `weights` those that were read. Raises `ConfigError` where a link or
+    a module's path leads out of the folder: what it leads to was not meant to be in the new one. A snapshot of the
+    Hub's cache has its files in `blobs`, outside of it.
     """
     wanted = ("*", "additional_chat_templates/*.jinja")
     files = [file for at in {folder, network} for pattern in wanted for file in at.glob(pattern)]
-    others = [file for file in files if not any(fnmatchcase(file.name, pattern) for pattern in _REPLACED)]
+    replaced = {file for file in files for pattern in _REPLACED if fnmatchcase(file.name, pattern)}
+    others = {*files} - replaced - {*weights}
     own = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         own.append(folder.resolve().parents[1] / "blobs")

@@ -225,6 +225,16 @@ def test_a_network_in_a_folder_of_its_own_stays_there(tmp_path: Path) -> None:
     ]
 
 
+def test_weights_that_config_json_names_are_not_copied(tmp_path: Path) -> None:
+    original, out = copied("llama-gqa", tmp_path), tmp_path / "out"
+    (original / "model.safetensors").rename(original / "half.safetensors")
+    config = json.loads((original / "config.json").read_text()) | {"transformers_weights": "half.safetensors"}
+    (original / "config.json").write_text(json.dumps(config))
+    quantize(original, out, "int8")
+    must_be_equal(out, original, "int8")
+    assert not (out / "half.safetensors").exists()
+
+
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     original, secret = copied("llama-gqa", tmp_path / "in"), tmp_path / "secret"
     secret.write_text("of somebody else")

@@ -133,6 +133,28 @@ def test_pickled_weights_are_taken_where_there_are_no_others(
     assert not [name for name in served.requests if "pytorch_model" in name]
 
 
+def test_weights_of_other_names_are_downloaded_where_the_folder_names_them(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    served, url = hub
+    bare = {name: data for name, data in files.items() if name != "model.safetensors"}
+    config = json.loads(files["config.json"])
+    others = {"half.safetensors": b"x", "other.safetensors": b"x"}
+
+    def index(*names: str) -> bytes:
+        return json.dumps({"weight_map": dict(zip("abc", names, strict=False))}).encode()
+
+    for named in ("half.safetensors", "half.safetensors.index.json"):
+        said = json.dumps(config | {"transformers_weights": named}).encode()
+        more = {"half.safetensors.index.json": index("half.safetensors", "../x.safetensors", "a\0b.safetensors")}
+        served.publish(f"org/{named}", bare | others | more | {"config.json": said})
+    served.publish("org/parts", bare | others | {"model.safetensors.index.json": index("half.safetensors")})
+    client = Client(url, tmp_path)
+    asked = [(f"hf:org/{name}", True) for name in ("half.safetensors", "half.safetensors.index.json", "parts")]
+    for _, there in client.resolve_each(*asked):
+        assert "half.safetensors" in there and "other.safetensors" not in there
+
+
 def test_a_connection_that_is_cut_is_continued(hub: tuple[Hub, str], tmp_path: Path) -> None:
     """The library keeps what came by its chunks of 10 MiB."""
     served, url = hub
