@@ -20,6 +20,7 @@ from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.system.folder_files import has_file
 
 _MAX_RANK = 4096
+_MAX_NUMBER = 1e9  # of ranks and factors
 _KNOWN = table(
     served=(
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"),
@@ -177,8 +178,8 @@ class Scales:
 
 def _number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{ADAPTER}: {key} is {shown(value)}, expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+        raise ConfigError(f"{ADAPTER}: {key} is {shown(value)}, expected a number up to {_MAX_NUMBER:g}")
     return value
 
 

@@ -205,6 +205,8 @@ def _shown(names: Iterable[str]) -> str:
 
 def _text_in(file: Path, key: str) -> str:
     """Return a text of a small JSON object; "" where there is none."""
+    if not file.is_file():  # a pipe would be read forever
+        return ""
     try:
         with file.open("rb") as opened:
             found = json.loads(opened.read(1 << 20))

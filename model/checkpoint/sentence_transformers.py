@@ -192,7 +192,7 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
     check_text_output(texts, raw, where)
     longest, special, ignored = tokenizer_arguments(texts, where)
     refuse_multi_vector(found=names.get("model_type") == "MultiVectorEncoder" and "query_prefix" not in names)
-    prompts = (raw.get("task_instructions") or {}) | (names.get("prompts") or {})
+    prompts = _prompts(raw, names)
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ConfigError(f"default_prompt_name {default!r} is none of its prompts")
@@ -236,9 +236,9 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         normalize=normalize,
         truncate_dim=_count(names, "truncate_dim"),
         special_tokens=special,
-        max_tokens=longest or texts.get("max_seq_length") or _tokenizer_length(path, network),
+        max_tokens=longest or _count(texts, "max_seq_length", where) or _tokenizer_length(path, network),
         lower_case=bool(texts.get("do_lower_case", False)),
-        prompts=dict(prompts),
+        prompts=prompts,
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
         splade=replace(splade, most_entries=_count(names, "max_active_dims") or 0),
@@ -251,11 +251,23 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
     )
 
 
-def _count(settings: Mapping[str, Any], key: str) -> int | None:
+def _count(settings: Mapping[str, Any], key: str, where: str = MODEL) -> int | None:
     value = settings.get(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{MODEL}: {key} must be a whole number from 1 on, found {shown(value)}")
+        raise ConfigError(f"{where}: {key} must be a whole number from 1 on, found {shown(value)}")
     return value
+
+
+def _prompts(raw: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, str]:
+    """Return the prompts by name, those of config.json's `task_instructions` too; null is none, as in the library."""
+    found: dict[str, str] = {}
+    given = {"config.json: task_instructions": raw.get("task_instructions"), f"{MODEL}: prompts": names.get("prompts")}
+    for where, value in given.items():
+        texts = value or {}
+        if not isinstance(texts, dict) or not all(isinstance(text, str | None) for text in texts.values()):
+            raise ConfigError(f"{where} must be texts by name, found {shown(value)}")
+        found |= {name: text or "" for name, text in texts.items()}
+    return found
 
 
 def _tokenizer_length(path: Path, network: Path) -> int | None:
@@ -286,6 +298,8 @@ def _score_tokens(config: dict[str, Any], where: str) -> tuple[int, ...]:
     if name != "causal_logits":
         raise ConfigError(f"{where}: LogitScore of {name!r} is not served")
     tokens = (config["true_token_id"], config.get("false_token_id"))
+    if not all(type(token) is int for token in tokens if token is not None):
+        raise ConfigError(f"{where}: true_token_id and false_token_id must be token ids, found {shown(tokens)}")
     return tuple(token for token in tokens if token is not None)
 
 

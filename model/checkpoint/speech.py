@@ -147,12 +147,16 @@ def special_tokens(path: Path) -> dict[str, int]:
     pairs: Iterable[tuple[object, object]] = ()
     decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        pairs = ((_text_of(entry), int(id)) for id, entry in decoder.items() if id.isdecimal())
+        pairs = ((_text_of(entry), int(id)) for id, entry in decoder.items() if _is_id_text(id))
     elif listed := read_json(path / "added_tokens.json"):
         pairs = listed.items()
     elif isinstance(entries := read_json(path / "tokenizer.json").get("added_tokens"), list):
         pairs = ((_text_of(entry), entry.get("id")) for entry in entries if isinstance(entry, dict))
     return {text: id for text, id in pairs if isinstance(text, str) and isinstance(id, int)}
+
+
+def _is_id_text(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _text_of(entry: object) -> object:

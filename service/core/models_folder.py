@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from triptych.model.checkpoint.adapter_folder import is_adapter, read_adapter_settings
+from triptych.model.checkpoint.adapter_folder import read_adapter_settings
 from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.checkpoint.json_files import ADAPTER
 from triptych.model.errors import ConfigError
 from triptych.model.gguf.paths import gguf_files, is_gguf
 from triptych.model.gguf.paths import model_name as gguf_name
@@ -147,7 +148,7 @@ class AdaptersFolder(ModelsFolder):
         return {}
 
     def _is_one(self, folder: Path) -> bool:
-        return is_adapter(folder)
+        return os.path.lexists(folder / ADAPTER)  # also one that cannot be read, and is told so
 
     def _described(self, folder: Path) -> None:
         read_adapter_settings(folder, pickle=self._pickle)

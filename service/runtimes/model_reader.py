@@ -103,9 +103,12 @@ _MOST_EXAMPLES = 4
 
 def card_examples(path: Path) -> tuple[str, ...]:
     """Return the first example texts of a checkpoint's card."""
+    file = (path if path.is_dir() else path.parent) / CARD
     try:
-        with (path if path.is_dir() else path.parent).joinpath(CARD).open("rb") as file:
-            head = file.read(_MOST_BYTES).decode(errors="replace")
+        if not file.is_file():  # a pipe would be read forever
+            return ()
+        with file.open("rb") as opened:
+            head = opened.read(_MOST_BYTES).decode(errors="replace")
     except OSError:
         return ()
     start, _, rest = head.replace("\r\n", "\n").partition("---\n")
@@ -118,7 +121,7 @@ def _texts(matter: str) -> tuple[str, ...]:
 
     try:
         found: Any = yaml.load(matter, yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError):  # of "!!bool x"
         return ()
     widget = found.get("widget") if isinstance(found, dict) else None
     listed = widget if isinstance(widget, list) else []

@@ -145,7 +145,9 @@ def read_yaml(path: Path) -> Any:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         raise ConfigError(f"{path} is empty: add settings, or leave the file out")

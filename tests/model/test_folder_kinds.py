@@ -22,7 +22,7 @@ from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.network.weights import load_model
 from triptych.service.cli.main import main
-from triptych.service.runtimes.model_reader import read_model
+from triptych.service.runtimes.model_reader import card_examples, read_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
 WEIGHTS = "model.safetensors"
@@ -357,3 +357,12 @@ def test_parts_of_encoder_decoders_are_refused_by_their_architecture(
         save_file(tensors, folder / WEIGHTS)
     with pytest.raises(ConfigError, match=f"architectures is {architecture}: {message}"):
         read_checkpoint(folder)
+
+
+def test_a_pipe_in_place_of_a_card_or_of_settings_of_an_adapter_is_not_opened(tmp_path: Path) -> None:
+    """Reading it would wait for ever."""
+    for name in ("README.md", "adapter_config.json"):
+        os.mkfifo(tmp_path / name)
+    assert card_examples(tmp_path) == ()
+    with pytest.raises(ConfigError, match="a LoRA adapter, not a model"):
+        read_checkpoint(tmp_path)

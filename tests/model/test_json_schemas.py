@@ -250,6 +250,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "text"}, "#/type: type must be of array, .* found a string"),
     ({"minLength": -1}, "#/minLength: minLength must be a whole number"),
     ({"$ref": "#/nowhere"}, "#/\\$ref: \\$ref '#/nowhere' leads to nothing"),
+    ({"anyOf": [{}], "$ref": f"#/anyOf/{'9' * 5000}"}, "#/\\$ref: \\$ref '#/anyOf/9999.* leads to nothing"),
+    ({"anyOf": [{}], "$ref": "#/anyOf/\u0660"}, "#/\\$ref: \\$ref .* leads to nothing"),
     ({"$ref": "other.json"}, "#/\\$ref: .* none is fetched"),
     ({"$schema": "http://x.org/draft-07/own.json"}, "#/\\$schema: .* is no draft .* none is fetched"),
     ({"$schema": "http://json-schema.org/draft-03/schema#"}, "#/\\$schema: \\$schema is draft 3"),

@@ -183,6 +183,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "target_modules is 3": {"target_modules": 3},
     "alpha_pattern has the pattern": {"alpha_pattern": {"(a+)+b": 3}},
     "lora_alpha is ": {"lora_alpha": [1]},
+    "lora_alpha is 1000": {"lora_alpha": 10**400},
 }
 
 

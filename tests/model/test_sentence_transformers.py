@@ -139,7 +139,7 @@ def test_projections_follow_the_pooling(activation: str, pickled: bool, plain: P
 
 @pytest.mark.parametrize("included", [True, False])
 def test_prompts_stand_in_front_of_texts(included: bool, plain: Path, tmp_path: Path) -> None:
-    prompts = {"prompts": {"query": "import os: ", "document": ""}, "default_prompt_name": None}
+    prompts = {"prompts": {"query": "import os: ", "document": "", "none": None}, "default_prompt_name": None}
     pooling = {**MODES["weighted mean"][0], "include_prompt": included}
     folder = sentence_folder(plain, tmp_path / "s", pooling, config_sentence_transformers=prompts)
     skipped = 0 if included else len(tokens(folder, "import os: ")) - 1  # [SEP] is not part of the prompt
@@ -147,7 +147,7 @@ def test_prompts_stand_in_front_of_texts(included: bool, plain: Path, tmp_path: 
         hidden = hidden_states(folder, "import os: " + text)
         weights = torch.arange(1, len(hidden) + 1)[skipped:, None]
         assert_close(found, (hidden[skipped:] * weights).sum(0) / weights.sum())
-    for name in (None, "document"):  # no prompt, and an empty one
+    for name in (None, "document", "none"):  # no prompt, and an empty one
         assert_close(encoded(folder, prompt_name=name)[0], weighted(hidden_states(folder, TEXTS[0])))
     with pytest.raises(ConfigError, match="no prompt 'passage'; the model has query"):
         encoded(folder, prompt_name="passage")
@@ -293,6 +293,9 @@ def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
         ({"sentence_bert_config": {"processing_kwargs": {"text": {"max_length": "8"}}}}, "max_length must be a whole"),
         ({"sentence_bert_config": {"processing_kwargs": {"text": {"add_special_tokens": 0}}}}, "must be true or false"),
         ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "'x' is none of its prompts"),
+        ({"sentence_bert_config": {"max_seq_length": "8"}}, r"bert_config\.json: max_seq_length must be .*, found '8'"),
+        ({"config_sentence_transformers": {"prompts": {"query": 3}}}, r"mers\.json: prompts must be texts by name, fo"),
+        ({"config_sentence_transformers": {"prompts": ["query"]}}, r"prompts must be texts by name, found \['query'\]"),
     ],
 )
 def test_what_is_not_served_is_named(change: dict[str, Any], message: str, plain: Path, tmp_path: Path) -> None:

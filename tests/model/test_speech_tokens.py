@@ -91,6 +91,7 @@ def test_what_generation_config_leaves_out_is_the_tokenizers(where: str, tmp_pat
         "tokenizer_config.json": {"added_tokens_decoder": {str(id): {"content": text} for text, id in TOKENS.items()}},
         "tokenizer.json": {"added_tokens": [{"id": id, "content": text} for text, id in TOKENS.items()]},
     }[where]
+    content.get("added_tokens_decoder", {})["9" * 5000] = {"content": "no id"}
     (tmp_path / where).write_text(json.dumps(content))
     found = read(tmp_path, {})
     assert found is not None

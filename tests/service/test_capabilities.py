@@ -77,6 +77,8 @@ def test_the_documentation_names_a_model_that_can(app: App) -> None:
         ("# m\n---\nwidget: [x]\n---\n", ()),
         (f"---\nwidget: [{'x' * 500}]\n---\n", ()),
         (f"---\n{'[' * 5000}\n---\n", ()),
+        ("---\nwidget: !!bool x\n---\n", ()),
+        ("---\nwidget: !!timestamp x\n---\n", ()),
     ],
 )
 def test_the_examples_of_a_card(card: str, texts: tuple[str, ...], tmp_path: Path) -> None:

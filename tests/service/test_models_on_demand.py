@@ -18,7 +18,7 @@ from triptych.model.api.stats import ModelInfo
 from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.models import ServedModel
-from triptych.service.core.models_folder import ModelsFolder
+from triptych.service.core.models_folder import AdaptersFolder, ModelsFolder
 from triptych.service.lifecycle import folder_watch
 from triptych.service.settings.service_settings import Limits
 
@@ -147,6 +147,17 @@ def test_a_link_to_nothing_hides_no_change_of_its_folder(folder: Path) -> None:
     (folder / "one" / "config.json").write_text("{")
     after = models.scan()
     assert before and after and not before["one"].reason and after["one"].reason
+
+
+def test_an_adapter_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    for name in ("dead", "bare"):
+        (tmp_path / name).mkdir()
+    os.symlink("nowhere", tmp_path / "dead" / "adapter_config.json")
+    (tmp_path / "bare" / "adapter_config.json").write_text('{"r": 4}')
+    found = AdaptersFolder(str(tmp_path)).scan()
+    assert found is not None and found.keys() == {"bare", "dead"}
+    assert "is a link to a file that is not there" in found["dead"].reason
+    assert "adapter_model.safetensors is missing" in found["bare"].reason
 
 
 def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:

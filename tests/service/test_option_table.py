@@ -209,6 +209,8 @@ def test_groups_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, me
         ("models: {a: {max_num_seqs: 1}}", "models.a: path is missing"),
         ("models: [a]", "models: expected a mapping, found list"),
         ("a: [", "is not valid YAML"),
+        ("host: 2026-13-01", "is not valid YAML: month must be"),
+        ("host: !!bool x", "is not valid YAML"),
         ("port: 1\nhost: x\nport: 2", "duplicate key port, line 1"),
         ("models:\n  a: {path: x, dtype: auto, path: y}", "duplicate key path, line 2"),
         ("port: no-number", "port: found 'no-number', expected a whole number"),

@@ -289,6 +289,7 @@ def test_a_folder_without_its_template_is_refused(tmp_path: Path) -> None:
     ("file", "change", "message"),
     [
         ("1_LogitScore/config", {"true_token_id": 5000}, "outside the vocabulary"),
+        ("1_LogitScore/config", {"true_token_id": "yes"}, "true_token_id and false_token_id must be token ids"),
         ("1_LogitScore/config", {"module_input_name": "scores"}, "'scores' is not served"),
         ("sentence_bert_config", {"transformer_task": "feature-extraction"}, "'logits' of 'forward', not served"),
         ("sentence_bert_config", {"transformer_task": "feature-extraction", "modality_config": {}}, "LogitScore"),

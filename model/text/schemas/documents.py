@@ -17,6 +17,7 @@ _DRAFTS = re.compile(r"draft[-/]?0?(3|4|5|6|7|2019-09|2020-12)\b")
 _OPENAPI = re.compile(r"^https?://spec\.openapis\.org/oas/3\.1")
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})  # have no schemas in them
 _SHOWN = 80  # characters of what a message quotes
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of a list in a pointer
 
 
 _Trail = tuple[Any, str | int] | None  # the steps to a place, the last one first
@@ -159,14 +160,13 @@ class Document:
 
 def _pointed(place: Place, pointer: str) -> Place | None:
     for part in pointer.split("/")[1:]:
-        step: str | int = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place.value, list):
-            if not (isinstance(step, str) and step.isdecimal() and int(step) < len(place.value)):
-                return None
-            step = int(step)
-        elif not isinstance(place.value, dict) or step not in place.value:
+        step = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place.value, dict) and step in place.value:
+            place = place.at(step)
+        elif isinstance(place.value, list) and _INDEX.fullmatch(step) and int(step) < len(place.value):
+            place = place.at(int(step))
+        else:
             return None
-        place = place.at(step)
     return place
 
 
