@@ -41,7 +41,7 @@ _SPECIALS = {
     "cls_token": "cls_token_id",
 }
 _WITHOUT = ("none", "no_vocab")
-# Tokens that take the spaces beside them, which no metadata says: in the published files, and in llama.cpp by names.
+# Tokens that take the spaces next to them. No metadata says so: published tokenizers do, and llama.cpp goes by names.
 _TAKING_SPACES_BEFORE = {
     **dict.fromkeys(("jina-v2-de", "jina-v2-es", "jina-v2-code"), "<mask>"),
     "modern-bert": "[MASK]",
