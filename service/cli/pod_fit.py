@@ -88,7 +88,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a pod does under a load. Without `fits_load` the seconds are infinite, so they are None in JSON."""
+    """What a pod does under a load. If the load does not fit, the seconds are infinite (null in JSON)."""
 
     most_requests: float  # a second, that the pod can serve for ever
     busy: float  # share of the pod's time; above 1 the queue grows

@@ -251,12 +251,6 @@ def scrub(text: str, size: int = 200) -> str:
     return _UNSAFE.sub("...", " ".join(text.split()))[:size]
 
 
-def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
-    """Return a text such as `unknown field 'temprature'; did you mean 'temperature'?`."""
-    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
-    return f"unknown {kind} {shorten(name)}" + (f"; did you mean '{near[0]}'?" if near else "")
-
-
 def render(error: ApiError) -> Response:
     """Return the reply for `error`, and record its reason in the context of the current request."""
     context = current()
@@ -337,10 +331,10 @@ def _describe(
 
 
 def _unknown_field(location: Sequence[int | str], known: Sequence[str]) -> str:
-    """Return the message for an unknown field, with its location unless it is the body itself."""
-    place = f" in {path_of(location[:-1])}" if len(location) > 1 else ""
-    found, _, hint = unknown_name("field", str(location[-1]), known).partition("; ")
-    return found + place + (f"; {hint}" if hint else "")
+    """Return a message such as `unknown field 'temprature' in requests[0]; did you mean 'temperature'?`."""
+    name, place = str(location[-1]), f" in {path_of(location[:-1])}" if len(location) > 1 else ""
+    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
+    return f"unknown field {shorten(name)}{place}" + (f"; did you mean '{near[0]}'?" if near else "")
 
 
 def _without_tags(location: Sequence[int | str]) -> list[int | str]:

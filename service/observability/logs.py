@@ -29,13 +29,11 @@ from triptych.service.core.request_context import RequestContext, current
 from triptych.service.settings.service_settings import LogFormat
 
 _access = logging.getLogger("triptych.access")
-_QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})  # polled: logged only at debug level
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})  # polled, so only their failures are logged
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-def setup(
-    log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False, replica: str = ""
-) -> None:
+def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, replica: str = "") -> None:
     """Send all log lines to `stream` (stderr) in one format, and disable uvicorn's own access log.
 
     Lines of JSON name the `replica`.
@@ -45,7 +43,7 @@ def setup(
     handler.setFormatter(JsonFormatter(replica) if is_json(log_format, stream) else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    root.setLevel(logging.INFO)
     logging.getLogger("uvicorn.access").disabled = True
     # No line shows these, so do not look them up.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -53,8 +51,7 @@ def setup(
 
 def access(context: RequestContext, method: str, path: str) -> None:
     """Log one request. The path is the client's: it is shortened, and quoted if it is not printable ASCII."""
-    level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
-    if not _access.isEnabledFor(level):
+    if (path in _QUIET and context.status < 400) or not _access.isEnabledFor(logging.INFO):
         return
     shown = path if len(path) <= 100 else path[:97] + "..."
     if not (shown.isascii() and shown.isprintable()):
@@ -77,7 +74,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
         )
         parts = dict(zip(("queue_ms", "prefill_ms", "decode_ms"), phases, strict=True))
         parts |= {"tokens_cached": context.cached_tokens, "running": context.running}
-    record = logging.LogRecord(_access.name, level, __file__, 0, text, (), None)  # faster: finds no caller
+    record = logging.LogRecord(_access.name, logging.INFO, __file__, 0, text, (), None)  # faster: finds no caller
     record.fields = {
         "method": method,
         "path": shown,

@@ -44,7 +44,7 @@ async def usage(request: Request) -> Response:
         if name not in GROUPS:
             raise invalid(f"by: found {shorten(name)}, expected some of {', '.join(GROUPS)}", "by")
     now = service.tenants.usage.hour()
-    begin = _hour(given["from"], "from") if "from" in given else 0
+    begin = int(_seconds(given["from"], "from") // HOUR) if "from" in given else 0
     end = -(-_seconds(given["to"], "to") // HOUR) if "to" in given else now + 1
     rows = merged(await service.usage(Question(begin, int(end), by)))
     if len(rows) > MOST_GROUPS:
@@ -65,10 +65,6 @@ async def usage(request: Request) -> Response:
 def _shown(by: tuple[str, ...], group: list[str | int], amounts: Amounts) -> dict[str, object]:
     labels = {name: _time(int(value)) if name in _TIMES else value for name, value in zip(by, group, strict=True)}
     return {**labels, **amounts._asdict()}
-
-
-def _hour(text: str, name: str) -> int:
-    return int(_seconds(text, name) // HOUR)
 
 
 def _seconds(text: str, name: str) -> float:

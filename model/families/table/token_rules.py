@@ -20,7 +20,7 @@ def generation_rules(raw: Mapping[str, Any]) -> GenerationRules:
     Raises `ConfigError` for what is no token id. Ids beyond the vocabulary are left to `within_vocabulary`.
     """
     eos = [[token] for token in ids(raw.get("eos_token_id"))]
-    words = [tuple(word) for word in _sequences(raw.get("bad_words_ids"), "bad_words_ids") if word not in eos]
+    words = [tuple(word) for word in _banned(raw.get("bad_words_ids")) if word not in eos]
     return GenerationRules(
         forced_first=only_token(raw, "forced_bos_token_id"),
         forced_last=only_token(raw, "forced_eos_token_id"),
@@ -42,15 +42,15 @@ def only_token(raw: Mapping[str, Any], key: str) -> int | None:
     return next(iter(found), None)
 
 
-def _sequences(value: object, key: str) -> list[list[int]]:
-    """Return a field of lists of token ids, such as `bad_words_ids`."""
+def _banned(value: object) -> list[list[int]]:
+    """Return the sequences of token ids in `bad_words_ids`."""
     if value is None:
         return []
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) for one in value):
-        raise ConfigError(f"{key} must be a list of lists of token ids, found {value!r}"[:200])
+        raise ConfigError(f"bad_words_ids must be a list of lists of token ids, found {value!r}"[:200])
     if not all(value):
-        raise ConfigError(f"{key} holds an empty sequence")
-    return [list(ids(one, key)) for one in value]
+        raise ConfigError("bad_words_ids holds an empty sequence")
+    return [list(ids(one, "bad_words_ids")) for one in value]
 
 
 def _biases(value: object) -> Iterator[tuple[tuple[int, ...], float]]:

@@ -12,9 +12,9 @@ from triptych.service.planning.outputs.base import Need, OutputKind
 from triptych.service.schemas.encode_bodies import EncodeBody
 
 
-def _classifies(served: ServedModel, *, tokens: bool) -> bool:
+def _classifies_tokens(served: ServedModel) -> bool:
     head = served.config.classifier
-    return head is not None and head.per_token is tokens and not head.spans
+    return head is not None and head.per_token and not head.spans
 
 
 _CLASSIFIER = Need("has no classifier", lambda served: served.config.classifier is not None)
@@ -22,7 +22,7 @@ _LABELS = Need(
     "has no classifier of texts or tokens",
     lambda served: served.config.classifier is not None and not served.config.classifier.spans,
 )
-_TOKEN_CLASSIFIER = Need("has no classifier of tokens", lambda served: _classifies(served, tokens=True))
+_TOKEN_CLASSIFIER = Need("has no classifier of tokens", _classifies_tokens)
 _SPANS = Need(
     "has no head for answers", lambda served: served.config.classifier is not None and served.config.classifier.spans
 )
