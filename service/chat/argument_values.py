@@ -40,20 +40,21 @@ class Values:
         """The arguments that the tool declares."""
         return self._properties.keys()
 
-    def json(self, name: str, text: str, *, is_string: bool | None = None) -> str:
+    def json(self, name: str, text: str, *, is_string: bool | None = None, is_held: bool = False) -> str:
         """Return the JSON of an argument's text.
 
-        `is_string`: whether the marks around the text declare a string; None: they do not declare a type.
+        `is_string`: whether the marks around the text declare a string; None: they do not declare a type. `is_held`: a
+        grammar wrote it, which quotes a string that is not just any text.
         """
         schema, text = self._properties.get(name), _without_cdata(text)
         if is_string or (is_string is None and is_text(schema)):
             return _string(text)
         if name not in self._types:
             self._types[name] = _types_of(schema, self._root)
-        return _typed_json(text, self._types[name])
+        return _typed_json(text, self._types[name], is_quoted=is_held or is_string is False)
 
 
-def _typed_json(text: str, types: frozenset[str] | None) -> str:
+def _typed_json(text: str, types: frozenset[str] | None, *, is_quoted: bool) -> str:
     """Return the JSON of a text that is JSON, a Python literal or a string: what the types allow.
 
     Templates of some families write Python literals in place of JSON.
@@ -61,7 +62,8 @@ def _typed_json(text: str, types: frozenset[str] | None) -> str:
     takes_text = types is not None and "string" in types
     try:
         value = json_value(text)
-        return text.strip() if isinstance(value, str) or not takes_text or _fits(value, types) else _string(text)
+        is_json = is_quoted if isinstance(value, str) else _fits(value, types)
+        return text.strip() if is_json or not takes_text else _string(text)
     except (ValueError, RecursionError):
         pass
     found = python_json(text) if types != _TEXT and _PYTHON.match(text) else None

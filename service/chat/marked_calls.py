@@ -170,7 +170,8 @@ def marked_arguments(
         if syntax.after.startswith("\n"):
             text = text.removesuffix("\n")
         is_string = "".join(kind) == syntax.text_kind if has_kind else None
-        sink.arguments(f"{json.dumps(name, ensure_ascii=False)}: {values.json(name, text, is_string=is_string)}")
+        value = values.json(name, text, is_string=is_string, is_held=end is None)
+        sink.arguments(f"{json.dumps(name, ensure_ascii=False)}: {value}")
     sink.arguments("}" if given else "{}")
 
 

@@ -584,7 +584,8 @@ TYPED = Tool(
         ("zip", "None", "null"),
         ("zip", "true", '"true"'),
         ("zip", '{"a": 1}', '"{\\"a\\": 1}"'),
-        ("zip", '"90210"', '"90210"'),
+        ("zip", '"90210"', '"\\"90210\\""'),
+        ("any", '"90210"', '"90210"'),
         ("list", "['a']", "\"['a']\""),
         ("size", "1", '"1"'),
         ("kind", "2", '"2"'),
@@ -659,3 +660,8 @@ def test_a_whole_reply_of_marks_costs_no_more_than_text(name: str, mark: str, be
     began = time.thread_time()
     ReplyParser(format_of(name)).whole(begun + mark * (600_000 // len(mark)))
     assert time.thread_time() - began < 2
+
+
+def test_a_grammar_quotes_strings_that_models_write_as_they_are() -> None:
+    assert Values(TYPED).json("zip", '"90210"', is_held=True) == '"90210"'
+    assert Values(TYPED).json("zip", '"90210"', is_string=False) == '"90210"'
