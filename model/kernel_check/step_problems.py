@@ -79,6 +79,8 @@ def step_problems(rows: int, width: int, dtype: torch.dtype, device: torch.devic
         ("own turns", fused_ops._turns, (positions, frequencies.expand(rows, -1), 1.0, dtype, True)),
     ]
     found += [(one.value, fused_ops.gated, (2 * normal(rows, 2 * width), one)) for one in Activation]
+    places = torch.randint(500, (rows, width), generator=generator, device=device)  # one for each pair
+    found.append(("turns by coordinates", fused_ops._turns, (places, frequencies, 1.0, dtype, False)))
     return [StepProblem(*one) for one in found]
 
 

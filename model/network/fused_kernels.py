@@ -184,7 +184,7 @@ def add_weighted_rows(
 @held
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def turn_positions(
-    positions,  # [T]
+    positions,  # [T], where EACH [T, HALF]
     frequencies,  # [HALF], where OWN [T, HALF]
     cos,  # [T, 2 HALF]
     sin,
@@ -193,14 +193,14 @@ def turn_positions(
     BLOCK: tl.constexpr,  # a power of two, at least 2 HALF
     INTERLEAVED: tl.constexpr,
     OWN: tl.constexpr,
+    EACH: tl.constexpr,  # pairs of a row turn by positions of their own
 ):
-    """Grid: positions."""
+    """Grid: rows."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < 2 * HALF
     pair = at // 2 if INTERLEAVED else tl.where(at < HALF, at, at - HALF)
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(
-        frequencies + (row * HALF if OWN else 0) + pair, mask=inside, other=0.0
-    )
+    position = tl.load(positions + row * HALF + pair, mask=inside, other=0) if EACH else tl.load(positions + row)
+    angle = position.to(tl.float32) * tl.load(frequencies + (row * HALF if OWN else 0) + pair, mask=inside, other=0.0)
     to = row * (2 * HALF) + at
     tl.store(cos + to, (tl.cos(angle) * factor).to(cos.dtype.element_ty), mask=inside)
     tl.store(sin + to, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=inside)
@@ -346,6 +346,7 @@ def turns(
         BLOCK=next_power_of_2(2 * half),
         INTERLEAVED=interleaved,
         OWN=frequencies.dim() == 2,
+        EACH=positions.dim() == 2,
         num_warps=1,
         enable_fp_fusion=False,
     )

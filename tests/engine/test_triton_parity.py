@@ -12,8 +12,9 @@ from tests.engine.support import add_all, request, running
 from tests.engine.test_overlap import recorded
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
+from tests.model.picture_models import IMAGE, picture, with_pictures
 from triptych.model.api.engine_config import EngineConfig
-from triptych.model.api.request import token_source
+from triptych.model.api.request import Request, token_source
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.attention.triton import TritonBackend
 from triptych.model.attention.triton_kernels import INTERPRETED
@@ -23,6 +24,7 @@ from triptych.model.engine.execution.encoder_graphs import BatchSize, EncoderGra
 from triptych.model.engine.execution.mixed_graphs import MixedSize
 from triptych.model.engine.execution.sources import source_input
 from triptych.model.llm import LLM
+from triptych.model.network import fused_ops
 from triptych.model.system.background_work import finish
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
@@ -69,6 +71,20 @@ def test_chunked_prompts_beside_decoding(kind: str) -> None:
     run.run()
     assert max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests) < 1e-4
     assert backend.launched >= 2 * 3  # layers, steps
+
+
+def test_prompts_turn_by_the_rows_and_columns_of_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the small steps of a GPU too: a picture's positions have three coordinates."""
+    monkeypatch.setattr(fused_ops, "on_gpu", lambda tensor: True)
+    kind = "qwen2-5-vl-pictures"
+    ids, images = with_pictures([prompt(3), picture(16, 24, 1), prompt(2)])
+    params = SamplingParams(max_tokens=2, ignore_eos=True, suppress_tokens=(IMAGE,))
+    one = Request("one", kind, ids, params, images=images)
+    run = running(kind, backend=TritonBackend())
+    run.engine.add(one)
+    run.run()
+    assert not fused_ops.broken
+    assert run.runner.worst(kind, one, run.ids("one")) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("modernbert", marks=pytest.mark.slow), "xlnet"])

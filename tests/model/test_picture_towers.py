@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.matrix import rest_is_slow
 from tests.model.checkpoints import copied, load_native, loaded, native_backends, saved
 from tests.model.lora import matrices, write_adapter
 from tests.model.picture_models import PICTURE_MODELS, SQUARES, pixels_for_reference
@@ -19,6 +20,7 @@ from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.errors import ConfigError
 from triptych.model.llm import LLM
 from triptych.model.native.library import native
+from triptych.model.network import fused_ops
 from triptych.model.network.native_stack import NativeStack
 from triptych.model.network.weights import load_model
 
@@ -143,3 +145,23 @@ def test_adapters_of_projections_with_bounds_are_refused(tmp_path: Path) -> None
     adapter = write_adapter(tmp_path, pairs)
     with pytest.raises(ConfigError, match="adapters of projections whose outputs have bounds are not served"):
         LLM(saved(BOUNDED).path, EngineConfig(dtype="float32", kv_cache_memory=1 << 22), lora={"one": adapter})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    rest_is_slow([kind for kind in PICTURE_MODELS if "gemma" not in kind], lambda kind: kind == "qwen2-5-vl-pictures"),
+)
+def test_kernels_of_a_gpu_make_the_same_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check attention and the small steps, in Triton's interpreter: patches turn by their rows and columns."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+    from triptych.model.attention.triton import TritonBackend
+    from triptych.model.attention.triton_kernels import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("there is a GPU: kernels are compiled, see -m gpu")
+    monkeypatch.setattr(fused_ops, "on_gpu", lambda tensor: True)
+    given = pictures(kind)[:1]
+    with torch.inference_mode():
+        found = loaded(kind, TritonBackend()).begin_picture(given[0]).finish()
+    assert not fused_ops.broken
+    assert (found - expected(kind, given)[0]).abs().max() < 1e-4
