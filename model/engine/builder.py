@@ -227,7 +227,7 @@ def assembling(
         generate = yield from build_generate_engine(spec, checkpoint, model, plan, drafting, batches)
     yield None
     if device.type == "cuda":
-        yield from warm_up(encode, generate, context.tokens)
+        yield from warm_up(encode, generate, context.tokens, picture_patches(checkpoint))
     yield from compute_first_token(encode, generate)
     if generate is not None and isinstance(generate.runner, ModelRunner):
         unrecorded |= generate.runner.unrecorded

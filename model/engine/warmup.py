@@ -32,7 +32,7 @@ from triptych.model.linear.base import CompiledLinear, linears
 from triptych.model.linear.factory import ParallelLinear
 from triptych.model.linear.float import ExpertsLinear, row_kernel_kind
 from triptych.model.network.inputs import CrossInput, StackInput
-from triptych.model.network.stack import Stack
+from triptych.model.network.stack import Stack, StackPass
 from triptych.model.network.transformer import Transformer
 from triptych.model.sampling.random_sampling import LIKELIEST_PARTS, likeliest
 from triptych.model.sampling.sampler import SamplingRow, sample
@@ -43,12 +43,18 @@ LENGTHS = (3, 40, 200)  # tokens of the requests
 logger = logging.getLogger(__name__)
 
 
-def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int) -> Work[None]:
-    """Compile every attention kernel that a request can need, then run some requests and forget them."""
+def warm_up(
+    encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int, most_patches: int = 0
+) -> Work[None]:
+    """Compile every attention kernel that a request can need, then run some requests and forget them.
+
+    `most_patches` are those of the largest picture in a prompt, if the model reads any.
+    """
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     most_queries = min(max_model_len, encode.max_num_batched_tokens)
     launched = yield from compile_attention(encode.model, cache, most_queries, max_model_len)
+    launched += yield from compile_images(encode.model, most_patches)
     launched += yield from compile_own_kernels(encode.model)
     if generate is not None:
         launched += yield from _compile_draft_model(generate)
@@ -112,6 +118,26 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
             _decode_tokens(model, cache, bounds)
             launches += 1
             yield None
+    return launches
+
+
+def compile_images(model: Transformer, most_patches: int = 0) -> Work[int]:
+    """Launch attention for each kind of launch of a vision stack and a tower; return the number of kinds.
+
+    `most_patches` are those of the largest picture in a prompt, if the model reads any.
+    """
+    image, pictures, launches = model.config.image, model.config.pictures, 0
+    if pictures is not None and most_patches:
+        most_patches += pictures.patches.first
+    for stack, most in ((model.vision, 0 if image is None else image.num_tokens), (model.tower, most_patches)):
+        if stack is None or not most:
+            continue
+        for bounds in dict.fromkeys(_bounds(model, stack, most, most)):
+            _encode_patches(model, stack, bounds)
+            launches += 1
+            yield None
+    if model.tower is not None and most_patches:  # rows of pictures turn by coordinates
+        _decode_places(model)
     return launches
 
 
@@ -235,6 +261,25 @@ def _encode_tokens(model: Transformer, stack: Stack, bounds: tuple[int, int]) ->
             model.decode(inputs)
         else:
             model.encode(inputs)
+
+
+@torch.inference_mode()
+def _encode_patches(model: Transformer, stack: Stack, bounds: tuple[int, int]) -> None:
+    """Take patches of images through the layers of a stack, as `_encode_tokens`."""
+    device = model.device
+    for count in (1, 2):
+        inputs = _packed(count, [1] * count if bounds[0] == 1 else [count], bounds, device, causal=False)
+        places = torch.zeros(2, count, dtype=torch.int64, device=device)
+        inputs = replace(inputs, coordinates=places, other_pools=(inputs.metadata,))  # of windows
+        x = torch.zeros(count, stack.config.hidden_size, dtype=model.dtype, device=device)
+        StackPass(stack, x, inputs, model.backend).finish()
+
+
+@torch.inference_mode()
+def _decode_places(model: Transformer) -> None:
+    """Decode two tokens whose positions have coordinates, without a cache."""
+    inputs = _packed(2, [2], (2, 2), model.device, causal=True)
+    model.decode(replace(inputs, coordinates=torch.zeros(3, 2, dtype=torch.int64, device=model.device)))
 
 
 def _packed(tokens: int, lens: list[int], bounds: tuple[int, int], device: torch.device, *, causal: bool) -> StackInput:

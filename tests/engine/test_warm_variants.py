@@ -30,10 +30,12 @@ from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
 from triptych.model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
 from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
 from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.execution.sources import source_input
+from triptych.model.engine.generate_builder import picture_patches
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.scheduling.block_manager import BlockManager
 from triptych.model.engine.scheduling.scheduler import Scheduler
-from triptych.model.engine.warmup import compile_attention
+from triptych.model.engine.warmup import compile_attention, compile_images
 from triptych.model.linear import float as linear
 from triptych.model.sampling.random_sampling import LIKELIEST_PARTS
 from triptych.model.system.background_work import finish
@@ -157,6 +159,26 @@ def test_encoders_too(kind: str) -> None:
             batches = EncoderGraphs(model, max_num_seqs=8, max_num_tokens=4096, record=recorded, images=encode._images)
             finish(batches.record_each())
     assert variants(seen) == variants(warmed)
+
+
+@pytest.mark.parametrize("kind", ["clip", "llava", "qwen2-5-vl-pictures"])
+def test_stacks_that_see_images_too(kind: str) -> None:
+    model, checkpoint = loaded(kind, TritonBackend()), read_checkpoint(saved(kind).path)
+    with noted() as warmed:
+        finish(compile_images(model, picture_patches(checkpoint)))
+    with noted() as seen, torch.inference_mode():
+        if model.tower is not None:
+            for size in ((32, 32),) if kind == "llava" else ((8, 8), (16, 40), (64, 64)):
+                model.begin_picture(torch.zeros(3, *size)).finish()
+        else:
+            image = model.config.image
+            assert image is not None
+            for count in (1, 3):
+                one = image_source(bytes(image.pixel_bytes), (3, image.size, image.size), image.num_tokens)
+                model.encode_images(source_input([one] * count, CPU, images=checkpoint.images))
+    missed = variants(seen) - variants(warmed)
+    assert not missed, described(seen, missed)
+    assert seen
 
 
 @pytest.mark.parametrize("begin", [1, 2, 3])
