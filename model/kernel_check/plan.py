@@ -65,7 +65,7 @@ def _attention(
     block_size, most_queries, most_keys = sizes
     for name, stack in config.stacks.items():
         kinds: list[tuple[torch.dtype | None, int]] = []  # dtype of pages, most keys
-        if name == "encoder" or config.encoder is None:
+        if name != "decoder" or config.encoder is None:
             kinds.append((None, most_queries))
         if name == "decoder" and config.can_generate:
             kinds.append((pages, most_keys))

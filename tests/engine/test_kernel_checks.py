@@ -191,6 +191,8 @@ def test_checks_are_of_what_a_model_launches() -> None:
     assert planned("llama-gqa") == ["LaunchCheck", *["AttentionCheck", "PreparationCheck"] * 2]
     assert planned("bert") == ["LaunchCheck", "AttentionCheck"]
     assert planned("bart") == ["LaunchCheck", *["AttentionCheck"] * 3]  # encoder, decoder, cross
+    # Of texts and of images: the test model's heads differ by their masks.
+    assert planned("clip").count("AttentionCheck") == 2
     assert planned("xlnet") == []
     assert planned("qwen3-next")[-1] == "RecurrenceCheck"
     on_gpu = LinearFactory(torch.bfloat16, GPU)
