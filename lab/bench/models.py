@@ -19,7 +19,7 @@ from triptych.model.attention.base import AttentionBackend
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint.weight_files import tensor_names
 from triptych.model.config.model import ModelConfig
-from triptych.model.families import FAMILIES
+from triptych.model.families import family_of
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.build import build_model
@@ -331,7 +331,7 @@ CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without wi
 
 def config_of(raw: dict[str, Any]) -> ModelConfig:
     """The network that a raw config.json describes."""
-    return FAMILIES[raw["model_type"]].config(Settings(raw), None)
+    return family_of(raw).config(Settings(raw), None)
 
 
 def random_model(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.engines import (
@@ -35,11 +36,13 @@ from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from lab.bench.models import config_of, random_model
 from triptych.model.api.engine_config import EngineConfig
-from triptych.model.api.request import EncodeRequest, EncodeTask, token_source
+from triptych.model.api.request import EncodeRequest, EncodeTask, ImageSpan, image_source, token_source
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.attention.selection import Selection, select_backend, select_layers
 from triptych.model.config.cache import StateSize, cached_elements, state_bytes
+from triptych.model.engine.execution.pictures import Coordinates
+from triptych.model.network.inputs import GivenRows, packed_input
 from triptych.model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -119,7 +122,7 @@ def cases(bench: Bench) -> list[Case]:
         for name, scenario in SCENARIOS.items()
         if bench.cuda or scenario.dtype is torch.float32
     ]
-    return [*found, Case("engine, encoder", _encoder, 20)]
+    return [*found, Case("engine, encoder", _encoder, 20), Case("engine, pictures", _pictures, 20)]
 
 
 def to_compile() -> list[str]:
@@ -283,3 +286,67 @@ def _encoding_engine(bench: Bench, scenario: Scenario, device: torch.device) -> 
     selection = _selection(raw, device, torch.float32, reference=reference)
     model = random_model(raw, selection.backend, torch.float32, CPU).to(device)
     return build_engines(scenario.model, model, selection, EngineConfig(device=str(device), max_model_len=_CONTEXT))
+
+
+# A prompt with a picture: heads of 128 and of 80 in the tower, patches in windows, positions of three coordinates.
+_PICTURES: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 160,
+        "intermediate_size": 320,
+        "num_heads": 2,
+        "out_hidden_size": 256,
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    },
+    "image_token_id": 0,
+}
+_SHAPE, _BEFORE, _AFTER = (3, 112, 140), 3, 4  # of the picture, and texts around it
+
+
+def _pictures(bench: Bench) -> Figures:
+    """Compare the rows of a picture, and the hidden states of a prompt with it, relative to the largest number."""
+    found = []
+    for device in (bench.device, CPU):
+        selection = _selection(_PICTURES, device, torch.float32, reference=device is CPU)
+        model = random_model(_PICTURES, selection.backend, torch.float32, CPU, device)
+        for stack in (model.tower, model.decoder):  # scores of small weights would be nearly equal at all positions
+            assert stack is not None
+            for parameter in stack.parameters():
+                parameter.mul_(_GAIN if parameter.dim() == 2 else 1.0)
+        model = model.to(device)
+        found.append(_read_picture(model, device))
+    apart = [((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in zip(*found, strict=True)]
+    return {"ok": max(apart) <= 1e-3, "rows_within": apart[0], "within": apart[1]}
+
+
+@torch.inference_mode()
+def _read_picture(model: Transformer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a picture's rows, and what the decoder makes of a prompt with them."""
+    assert model.config.pictures is not None
+    patches = model.config.pictures.patches
+    pixels = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)).to(device)
+    rows = model.begin_picture(pixels).finish()
+    image = ImageSpan(_BEFORE, image_source(b"", _SHAPE, len(rows)))
+    length = image.stop + _AFTER
+    known = torch.from_numpy(Coordinates.of([image], length, patches).of_prompt).to(device)
+    given = GivenRows(torch.arange(image.start, image.stop, device=device), rows)
+    inputs = packed_input([range(length)], device, causal=True)
+    hidden = model.decode(replace(inputs, positions=known[0], coordinates=known, given=given))
+    return rows.cpu(), hidden.cpu()
