@@ -86,6 +86,9 @@ def settings(options: argparse.Namespace) -> Settings:
     )
     for flag in ("prompt_tokens", "output_tokens", "turns", "texts"):
         distributions.parse(getattr(workload, flag), "--" + flag.replace("_", "-"))
+    if 0 < found.clients.max_concurrency < found.workers:
+        most = f"at most --max-concurrency, {found.clients.max_concurrency}: the workers divide its places"
+        raise UsageError(f"--workers: found {found.workers}, expected {most}")
     _check_used(found)
     return found
 

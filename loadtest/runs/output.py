@@ -79,7 +79,7 @@ def read(path: str, *kinds: str) -> Json:
 def print_end(document: Json, to: Path | None, console: Console) -> None:
     """Print where the files are, then the JSON line."""
     if to is not None:
-        console.print(f"report: {to / 'page.html'}")
+        console.print(f"report: {to / 'report.html'}", soft_wrap=True)
     console.file.flush()
     print(line(document), flush=True)
 

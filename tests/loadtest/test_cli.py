@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,10 @@ def run_of(url: str, out: Path) -> tuple[str, ...]:
         ),
         (["run", "--slow-rate", "2"], "--slow-rate: found 2.0, expected --slow with it"),
         (["run", "--max-retries", "1"], "--max-retries: found 1, expected --retry with it"),
+        (
+            ["run", "--rate", "5", "--max-concurrency", "1", "--workers", "2"],
+            "--workers: found 2, expected at most --max-concurrency, 1",
+        ),
         (["sweep", "--stages", "5@1"], "--stages: found 5@1, expected --points or --from"),
         (["sweep", "--arrivals", "ramp"], "--arrivals: found ramp, expected constant, poisson, gamma with --over rate"),
         (["sweep", "--arrivals", "closed"], "--arrivals: found closed, expected constant"),
@@ -177,6 +182,8 @@ def test_output_files_of_a_run(tmp_path: Path) -> None:
     assert "first token" in out and "output tokens/s" in out
     assert "\x1b" not in out + err
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "requests.csv", "report.html"}
+    [shown] = re.findall("(?m)^report: (.+)$", out)
+    assert Path(shown) == tmp_path / "report.html"
     assert len((tmp_path / "requests.csv").read_text().splitlines()) == 21
     stored = json.loads((tmp_path / "run.json").read_text())
     assert len(stored["columns"]["gaps_ms"]) == 20

@@ -10,7 +10,7 @@ import pytest
 
 from triptych.loadtest.generator import fleet
 from triptych.loadtest.generator.fleet import Fleet
-from triptych.loadtest.settings import Settings
+from triptych.loadtest.settings import Arrivals, Settings
 from triptych.loadtest.workload.prompts import estimated
 
 
@@ -33,3 +33,26 @@ def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "_LEAVE_S", 0.1)
     assert asyncio.run(codes(hung=True))[1] == -signal.SIGKILL
+
+
+async def ended(settings: Settings, *, stopped: bool = False) -> list[int | None]:
+    """Exit codes of the workers of a run; it may be told to stop before it begins."""
+    made = Fleet(settings, estimated(), "")
+    async with asyncio.timeout(120):
+        await made.start()
+        if stopped:
+            made.stop()
+        made.go()
+        await made.collect(lambda: None)
+        await made.aclose()
+    return [process.returncode for process in made._processes]
+
+
+def test_a_worker_that_is_told_to_stop_before_the_start_says_that_it_ends() -> None:
+    assert asyncio.run(ended(Settings("http://127.0.0.1:1", "generate", workers=2), stopped=True)) == [0, 0]
+
+
+def test_a_worker_without_a_client_waits_for_nothing() -> None:
+    arrivals = Arrivals(kind="closed", concurrency=1)
+    few = Settings("http://127.0.0.1:1", "generate", arrivals=arrivals, requests=1, duration_s=5.0, workers=2)
+    assert asyncio.run(ended(few)) == [0, 0]

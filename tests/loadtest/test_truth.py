@@ -219,3 +219,13 @@ def test_a_conversation_carries_what_was_said() -> None:
     assert turns[2][:3] == turns[1]
     assert turns[1][1] == {"role": "assistant", "content": "é0 é1 "}
     assert [record.turn for record in run.records] == [0, 1, 2]
+
+
+@in_several_tries
+def test_no_turn_of_a_conversation_begins_after_the_duration() -> None:
+    """The server has little to do by then: figures of such requests would be those of another load."""
+    with serving(Script()) as server:
+        work = Workload(kind="conversation", turns="fixed:40", think_s=0.1, output_tokens="2", prompt_tokens="4")
+        run = measured(server.url, duration_s=1.0, arrivals=CLOSED, target="openai-chat", workload=work)
+    assert 0 < max(record.scheduled for record in run.records) < 1.0
+    assert run.document["counts"]["ok"] == len(run.records)
