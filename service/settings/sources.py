@@ -192,7 +192,14 @@ def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: st
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
-    return {name.replace("-", "_"): item for name, item in _named(value, where).items()}
+    """Return a mapping with the names of settings, which may be written with either mark."""
+    found: dict[str, Any] = {}
+    for name, item in _named(value, where).items():
+        setting = name.replace("-", "_")
+        if setting in found:
+            raise ConfigError(f"{where}: {setting} is given twice, with - and with _")
+        found[setting] = item
+    return found
 
 
 def _named(value: Any, where: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from triptych.service.settings.option_table import OPTIONS
 from triptych.service.settings.parsers import byte_size
 from triptych.service.settings.resolve import resolve_config
 from triptych.service.settings.serve_config import Scaling, ServeConfig
-from triptych.service.settings.service_settings import ServiceSettings
 from triptych.service.settings.sources import OTHER_VARIABLES
 
 EXAMPLES = helm.examples()
@@ -67,7 +66,7 @@ def test_the_service_reads_the_file_that_the_chart_writes(name: str) -> None:
 
 def test_values_become_settings_of_the_service() -> None:
     values = {"models": {"a": {"path": "/models/a", "max_model_len": 512}, "b": "/models/b"}, "drainSeconds": 45}
-    values |= {"config": {"max-num-seqs": 7, "log-format": "text"}, "volume": {"enabled": True}, "gpu": {"count": 2}}
+    values |= {"config": {"max-num-seqs": 7, "log-format": "plain"}, "volume": {"enabled": True}, "gpu": {"count": 2}}
     found = config(helm.render(values))
     assert [(spec.name, spec.path, spec.engine.max_num_seqs) for spec in found.models] == [
         ("a", "/models/a", 7),
@@ -76,6 +75,7 @@ def test_values_become_settings_of_the_service() -> None:
     assert found.models[0].engine.max_model_len == 512
     assert {(spec.engine.device, spec.engine.tensor_parallel_size) for spec in found.models} == {("cuda", 2)}
     assert found.settings.drain_timeout_s == 45
+    assert found.settings.log_format == "plain"  # which the chart sets too
 
 
 def test_a_variable_of_the_image_does_not_win_over_the_chart() -> None:
@@ -118,11 +118,17 @@ def test_probes_ask_what_they_mean(name: str) -> None:
     assert set(paths.values()) <= TABLE.open_paths  # probes have no key
 
 
-@pytest.mark.parametrize("drain", [0, 30, 600])
-def test_the_grace_is_longer_than_the_drain(drain: int) -> None:
-    found = pod(helm.render({"drainSeconds": drain}))
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"drainSeconds": drain} for drain in (0, 30, 600)),
+        *({"config": {name: 300.5}} for name in ("drain_timeout", "drain-timeout", "stream-stall-s")),
+    ],
+)
+def test_the_grace_is_longer_than_the_drain(values: dict[str, Any]) -> None:
+    rendered = helm.render(values)
+    found, settings = pod(rendered), config(rendered).settings
     (container,) = found["containers"]
-    settings = ServiceSettings(drain_timeout_s=float(drain))
     stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = stop + settings.drain_timeout_s + settings.limits.stream_stall_s + 15
     assert found["terminationGracePeriodSeconds"] > longest

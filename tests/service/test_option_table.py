@@ -306,6 +306,15 @@ def test_names_that_other_services_have_for_replicas_are_answered_with_ours(caps
         sources.from_mapping({"data-parallel-size": 2}, "x.yaml")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [{"drain-timeout": 3, "drain_timeout": 4}, {"models": {"a": {"path": "/a", "max-num-seqs": 1, "max_num_seqs": 1}}}],
+)
+def test_the_two_spellings_of_a_setting_are_one(content: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="is given twice, with - and with _"):
+        sources.from_mapping(content, "file")
+
+
 def test_a_model_gets_the_default_that_each_option_shows() -> None:
     [spec] = resolve_config({"a": {"path": "/a"}}, {}).models
     assert {option.name: getattr(spec.engine, option.name) for option in ENGINE_OPTIONS} == {

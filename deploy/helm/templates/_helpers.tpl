@@ -43,7 +43,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $found | uniq | toJson }}
 {{- end }}
 
-{{/* The file of `triptych serve --config`: what other values say, then `config`, which wins. */}}
+{{/* The file of `triptych serve --config`: what other values say, then `config`, which wins in either spelling of a name. */}}
 {{- define "triptych.config" -}}
 {{- $made := dict "api_key_file" "/run/secrets/triptych/api_keys" "drain_timeout" .Values.drainSeconds "log_format" "json" }}
 {{- if .Values.keys.admin }}{{ $_ := set $made "admin_key_file" "/run/secrets/triptych/admin_keys" }}{{ end }}
@@ -60,13 +60,16 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $_ := set $made "weights_cache_size" .modelsDir.weightsCacheSize }}
 {{- end }}
 {{- end }}
-{{- mergeOverwrite $made (deepCopy .Values.config) | toYaml }}
+{{- range $name, $value := deepCopy .Values.config }}
+{{- $_ := set $made (replace "-" "_" $name) $value }}
+{{- end }}
+{{- toYaml $made }}
 {{- end }}
 
 {{/* The port for monitoring, where `config` names one; else empty. */}}
 {{- define "triptych.metricsPort" -}}
 {{- $config := include "triptych.config" . | fromYaml }}
-{{- with $config.metrics_port | default (get $config "metrics-port") }}{{ int . }}{{ end }}
+{{- with $config.metrics_port }}{{ int . }}{{ end }}
 {{- end }}
 
 {{- define "triptych.podSecurity" -}}
