@@ -276,3 +276,17 @@ def test_a_replica_that_lost_a_wanted_model_loads_it_again(folder: Path) -> None
         assert cluster.states("new") == ["loaded", "loaded"]
 
     run(folder, work)
+
+
+def test_an_operation_that_was_taken_for_dead_leaves_the_lease_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica was paused for longer than a lease lasts: both would change the set."""
+    monkeypatch.setattr(replicated_fleet, "_HEARTBEAT_SECONDS", 0.001)
+    store = MemoryStore()
+    store.values["app/models-lock"] = b"next 0"
+
+    async def work() -> None:
+        async with asyncio.timeout(5):
+            await WantedStore(store, "app")._beat("first")
+
+    asyncio.run(work())
+    assert store.values["app/models-lock"] == b"next 0"

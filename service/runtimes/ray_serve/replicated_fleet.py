@@ -117,6 +117,9 @@ class WantedStore:
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             count += 1
+            value = await self._store.get(self._lock)
+            if value is None or _token(value) != token:  # this process was paused for long, and taken for dead
+                return
             await self._store.put(self._lock, f"{token} {count}".encode())
 
 
