@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -60,7 +61,7 @@ async def create_file(request: Request) -> Response:
     path = batches.store.new_upload()
     try:
         with state_errors():
-            form = await read_form_to(path, request.receive, boundary, asyncio.to_thread)
+            form = await read_form_to(path, request.receive, boundary, _in_thread)
         fields, seconds = _fields(form)
         owner, name = context_of_request().tenant.id, _file_name(form.file_name)
         file = await batches.run(lambda tables: tables.add_file(path, owner, name, fields.purpose, seconds))
@@ -220,6 +221,11 @@ def _answer(batch_id: str, batch: Batch | None) -> Response:
     if batch is None:
         raise not_found(f"batch {shorten(batch_id)} not found", "batch_not_found")
     return json_response(batch_object(batch))
+
+
+def _in_thread(work: Callable[[], None]) -> Awaitable[None]:
+    """Run work in a thread. What is returned ends with it, and is no task, which the end of the loop would cancel."""
+    return asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def _batches(request: Request) -> Batches:

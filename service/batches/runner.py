@@ -91,10 +91,11 @@ class BatchRunner:
             await self._end_tasks()
 
     def turns(self, endpoint: str) -> Turns:
-        """Return the places for lines to a route."""
-        is_audio = endpoint in calls.AUDIO_ROUTES
+        """Return the places for lines to a route, as many as the models that are loaded now allow."""
+        is_audio, places = endpoint in calls.AUDIO_ROUTES, self.room.slots(endpoint)
         if is_audio not in self._turns:
-            self._turns[is_audio] = Turns(self.room.slots(endpoint))
+            self._turns[is_audio] = Turns(places)
+        self._turns[is_audio].resize(places)
         return self._turns[is_audio]
 
     def notice(self) -> None:
@@ -122,6 +123,8 @@ class BatchRunner:
         """Start, cancel and end the work on batches as their states ask for."""
         active, num_bytes = await self.store.run(lambda tables: (tables.active(), tables.bytes_used))
         self.metrics.stored(num_bytes)
+        if not active:
+            await self.store.shrink()
         sweeps = time.monotonic() - self._swept >= _SWEEP_SECONDS
         if not (active or sweeps or self._tasks):
             return
@@ -281,7 +284,6 @@ class RunningBatch:
         self._batch = batch
         self._pending: list[Result] = []  # with a reply, and not stored yet
         self._writing = asyncio.Lock()
-        self._most_lines = runner.room.slots(batch.endpoint)
         self._held: dict[int, int] = {}  # lines that run or wait to be sent again: the bytes of each
         self._ended = asyncio.Event()  # one of these
 
@@ -303,8 +305,8 @@ class RunningBatch:
 
     async def _hold(self, number: int, size: int) -> None:
         """Count a line when there is room for it."""
-        held = self._held
-        while held and (len(held) >= self._most_lines or sum(held.values()) + size > _HELD_BYTES):
+        held, slots = self._held, self._runner.room.slots
+        while held and (len(held) >= slots(self._batch.endpoint) or sum(held.values()) + size > _HELD_BYTES):
             self._ended.clear()
             await self._ended.wait()
         held[number] = size
@@ -319,13 +321,13 @@ class RunningBatch:
     async def _result(self, number: int, line: Line) -> Result:
         """Send a line until its reply is final."""
         batch, metrics = self._batch, self._runner.metrics
-        turns, failures = self._runner.turns(batch.endpoint), 0
+        failures = 0
         while True:
             tenant = self._runner.room.tenant(batch.owner)
             if tenant is None:
                 gone = unauthorized("the API key that made this batch is not valid any more")
                 return calls.refused(batch.id, number, line.custom_id, gone)
-            async with turns.place(batch.owner):
+            async with self._runner.turns(batch.endpoint).place(batch.owner):
                 try:
                     body, media_type = await asyncio.to_thread(calls.request_of, line)
                 except ApiError as error:

@@ -102,6 +102,10 @@ class Store:
         """Return a path for a file's content, which `add_file` takes."""
         return self.files / f"{new_id('')}.part"
 
+    async def shrink(self) -> None:
+        """Give some of the room of removed results back to the file system."""
+        await self._database.shrink()
+
     def discard(self, upload: Path) -> None:
         """Remove the content of a file that the database does not have: its transaction was undone."""
         upload.unlink(missing_ok=True)

@@ -12,7 +12,8 @@ class Turns:
     """A number of places. The next free one is for the owner whose last turn is longest ago."""
 
     def __init__(self, places: int) -> None:
-        self._free = places
+        self._places = places
+        self._taken = 0
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner, the next one first
 
     @asynccontextmanager
@@ -24,9 +25,14 @@ class Turns:
         finally:
             self._release()
 
+    def resize(self, places: int) -> None:
+        """Change the number of places; of fewer, those that are held stay until they are given back."""
+        self._places = places
+        self._pass_on()
+
     async def _acquire(self, owner: str) -> None:
-        if self._free:
-            self._free -= 1
+        if self._taken < self._places:
+            self._taken += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
@@ -38,6 +44,17 @@ class Turns:
             raise
 
     def _release(self) -> None:
+        self._taken -= 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give free places to those who wait."""
+        while self._taken < self._places and (turn := self._next()) is not None:
+            self._taken += 1
+            turn.set_result(None)
+
+    def _next(self) -> asyncio.Future[None] | None:
+        """Remove and return the next one who waits; None if nobody does."""
         for owner in list(self._waiting):
             turns = self._waiting.pop(owner)
             while turns:
@@ -46,6 +63,5 @@ class Turns:
                     continue
                 if turns:
                     self._waiting[owner] = turns  # after the others
-                turn.set_result(None)
-                return
-        self._free += 1
+                return turn
+        return None

@@ -1,6 +1,6 @@
 """The folder in which the service keeps what must survive a restart (`--state-dir`), with one SQLite database.
 
-`StateFolder` locks the folder: one service of the local runtime, or the replicas of one machine, may use it. `Database`
+`StateFolder` locks the folder: one service may use it, by itself or by its replicas on one machine. `Database`
 has one connection and one thread, which executes all work on it in order. What was queued together is committed
 together, and a result is given out only after the commit: it survives a kill and a power cut.
 """
@@ -13,11 +13,11 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from triptych.model.errors import ConfigError
 
@@ -27,6 +27,16 @@ Work = Callable[[sqlite3.Connection], Any]
 _FILE = "triptych.sqlite"
 _BUSY_SECONDS = 10.0  # to wait for the writes of another replica
 _MOST_TOGETHER = 256  # pieces of work in one transaction
+_SHRINK_PAGES = 2_500  # that are given back at a time, 10 MB
+_LOG_BYTES = 16 << 20  # of the write-ahead log that stay when it is empty
+
+
+class _Piece(NamedTuple):
+    """Work for the thread, and the future of its result."""
+
+    work: Work
+    future: Future[Any]
+    is_alone: bool = False  # outside of transactions
 
 
 class Database:
@@ -34,7 +44,7 @@ class Database:
 
     def __init__(self, file: Path | None) -> None:
         """Open `file`, which its owner alone may read, or a database in memory. Raises `ConfigError`."""
-        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._file = file
         try:
             if file is not None:
@@ -58,7 +68,9 @@ class Database:
         connection = sqlite3.connect(
             name, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
         )
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
         connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA journal_size_limit={_LOG_BYTES}")
         connection.execute("PRAGMA synchronous=FULL")  # a commit is on the disk
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("CREATE TABLE IF NOT EXISTS schemas (part TEXT PRIMARY KEY, version INTEGER NOT NULL)")
@@ -97,18 +109,29 @@ class Database:
         """
         future: Future[T] = Future()
         if self._file is None:
-            self._commit([(work, future)])
-            return future
+            self._commit([_Piece(work, future)])
+        else:
+            self._put(_Piece(work, future))
+        return future
+
+    def _put(self, piece: _Piece) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="triptych-state", daemon=True)
             self._thread.start()
-        future.set_running_or_notify_cancel()  # so that a caller who stops waiting does not cancel the work
-        self._queue.put((work, future))
-        return future
+        piece.future.set_running_or_notify_cancel()  # so that a caller who stops waiting does not cancel the work
+        self._queue.put(piece)
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of `work` once it is committed. It goes on if the caller is cancelled."""
         return await asyncio.wrap_future(self.submit(work))
+
+    async def shrink(self) -> None:
+        """Give some of the pages that nothing uses to the file system; a file of an earlier version keeps its size."""
+        if self._file is None:
+            return
+        piece = _Piece(_give_back, Future(), is_alone=True)
+        self._put(piece)
+        await asyncio.wrap_future(piece.future)
 
     def close(self) -> None:
         """Finish all work and close the database; later work opens it again."""
@@ -127,15 +150,26 @@ class Database:
             while len(together) < _MOST_TOGETHER and not self._queue.empty():
                 together.append(self._queue.get_nowait())
             ends = None in together
-            self._commit([one for one in together if one is not None])
+            pieces = [one for one in together if one is not None]
+            if shared := [one for one in pieces if not one.is_alone]:
+                self._commit(shared)
+            for piece in pieces:
+                if piece.is_alone:
+                    self._do_alone(piece)
 
-    def _commit(self, together: Sequence[tuple[Work, Future[Any]]]) -> None:
+    def _do_alone(self, piece: _Piece) -> None:
+        try:
+            piece.future.set_result(piece.work(self._connection))
+        except Exception as error:
+            piece.future.set_exception(error)
+
+    def _commit(self, together: Sequence[_Piece]) -> None:
         """Execute pieces of work in one transaction, and then give out their results."""
         results: list[tuple[Future[Any], Any]] = []
         execute = self._connection.execute
         try:
             execute("BEGIN IMMEDIATE")
-            for work, future in together:
+            for work, future, _ in together:
                 execute("SAVEPOINT piece")
                 try:
                     results.append((future, work(self._connection)))
@@ -147,12 +181,18 @@ class Database:
         except Exception as error:  # a full disk, or a writer of another process that does not end
             if self._connection.in_transaction:
                 execute("ROLLBACK")
-            for _, future in together:
+            for _, future, _ in together:
                 if not future.done():
                     future.set_exception(error)
             return
         for future, result in results:
             future.set_result(result)
+
+
+def _give_back(connection: sqlite3.Connection) -> None:
+    if connection.execute("PRAGMA freelist_count").fetchone()[0]:
+        connection.executescript(f"PRAGMA incremental_vacuum({_SHRINK_PAGES})")  # `execute` stops after one page
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # which cuts the file
 
 
 def _make_private(file: Path) -> None:
@@ -172,16 +212,7 @@ class StateFolder:
     def __init__(self, path: str, *, shared: bool = False) -> None:
         """Make and lock the folder, for all replicas together if `shared`. Raises `ConfigError`."""
         self.path = Path(path)
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"state_dir {path}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(f"state_dir {path}: another service uses this folder; give each its own") from None
+        self._lock = _locked(self.path, "lock", fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         self.db = Database(self.path / _FILE)
 
     @classmethod
@@ -193,3 +224,33 @@ class StateFolder:
         """Finish all writes, and unlock the folder."""
         self.db.close()
         os.close(self._lock)
+
+
+@contextmanager
+def of_one_service(path: str) -> Iterator[None]:
+    """Let only the replicas of this service use the state folder `path` in the block; do nothing without one.
+
+    The locks of replicas do not say whose they are: another service, of other models and keys, would run the batches.
+    Raises `ConfigError`.
+    """
+    lock = _locked(Path(path), "service", fcntl.LOCK_EX) if path else None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path, name: str, kind: int) -> int:
+    """Make a folder, and return a descriptor that holds a lock in it. Raises `ConfigError`."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(f"state_dir {folder}: another service uses this folder; give each its own") from None
+    return lock

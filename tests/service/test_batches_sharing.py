@@ -78,6 +78,53 @@ class TestOwners:
 
         asyncio.run(work())
 
+    def test_the_number_of_places_follows_the_models_that_are_loaded(self) -> None:
+        """None may be when the first line runs: it loads its own."""
+
+        async def work() -> None:
+            turns, going = Turns(1), list[str]()
+
+            async def one(name: str) -> None:
+                async with turns.place(name):
+                    going.append(name)
+                    await asyncio.Event().wait()
+
+            tasks = [asyncio.create_task(one(name)) for name in "abcde"]
+            for places, held in ((1, 1), (3, 3), (2, 3)):
+                turns.resize(places)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert len(going) == held
+            for at, held in ((0, 3), (1, 4)):  # of three places with two, the first one that is free is no more
+                tasks[at].cancel()
+                await asyncio.wait({tasks[at]})
+                await asyncio.sleep(0)
+                assert len(going) == held
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+        asyncio.run(work())
+
+    def test_lines_are_held_for_as_many_places_as_there_are_now(self, tmp_path: Path) -> None:
+        runner, places = batch_app(tmp_path).app.state.batches.runner, [1]
+        runner.room = SimpleNamespace(slots=lambda _: places[0])
+
+        async def work() -> None:
+            turns, running = runner.turns("/generate"), RunningBatch(runner, batch_of("a"))
+            await running._hold(1, 1)
+            waits = asyncio.create_task(running._hold(2, 1))
+            await asyncio.sleep(0)
+            assert not waits.done()
+            places[0] = 2
+            running._ended.set()
+            async with turns.place("a"), asyncio.timeout(5):
+                await waits
+                async with runner.turns("/generate").place("a"):
+                    assert runner.turns("/generate") is turns
+
+        asyncio.run(work())
+
     def test_the_batches_of_one_owner_leave_places_to_others(self) -> None:
         active = [batch_of("a", name=f"a{at}") for at in range(40)]
         active += [batch_of("b", name="b0"), batch_of("a", "cancelling", "a40"), batch_of("b", name="b1")]
@@ -369,7 +416,9 @@ class TestKills:
                 commit(database, together)
                 return
             before = seen
-            commit(database, [*together, (copy, Future())])  # before the commit, with the files that it names
+            commit(
+                database, [*together, state_folder._Piece(copy, Future())]
+            )  # before the commit, with the files that it names
             if seen != before:
                 seen = ""
                 copy(database._connection)

@@ -136,6 +136,22 @@ def test_a_folder_for_metrics_that_cannot_be_made_is_an_error_and_nothing_is_lef
         assert (tmp_path / "not" / "there").is_dir()
 
 
+def test_two_services_under_ray_do_not_share_what_survives_a_restart(
+    no_ray_settings: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = (ServeConfig(SPECS, ServiceSettings(state_dir=str(tmp_path / name))) for name in ("a", "b"))
+    with environment.prepared(one):
+        with environment.prepared(other):
+            pass
+        with (
+            pytest.raises(ConfigError, match=r"state_dir .*a: another service uses this folder"),
+            environment.prepared(one),
+        ):
+            pass
+    with environment.prepared(one):
+        pass
+
+
 def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
     no_ray_settings.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 9)))  # too long for sockets
     with environment.prepared(ServeConfig(SPECS)) as folder:

@@ -11,7 +11,7 @@ import pytest
 
 from triptych.model.errors import ConfigError
 from triptych.service.batches.store import Store
-from triptych.service.core.state_folder import StateFolder
+from triptych.service.core.state_folder import Database, StateFolder
 
 STEPS = ("CREATE TABLE words (word TEXT PRIMARY KEY)",)
 
@@ -78,3 +78,16 @@ def test_one_service_has_a_folder_and_replicas_share_it(tmp_path: Path) -> None:
         StateFolder(str(tmp_path))
     for one in replicas:
         one.close()
+
+
+def test_the_room_of_what_is_removed_goes_back_to_the_file_system(tmp_path: Path) -> None:
+    database = Database(tmp_path / "words.sqlite")
+    database.upgrade("words", STEPS)
+    database.submit(lambda db: db.execute("INSERT INTO words VALUES (hex(zeroblob(20000000)))") and None).result()
+    database.submit(lambda db: db.execute("DELETE FROM words") and None).result()
+    used = [sum(path.stat().st_size for path in tmp_path.iterdir())]
+    for _ in range(10):
+        asyncio.run(database.shrink())
+        used.append((tmp_path / "words.sqlite").stat().st_size)
+    assert used[0] > 40_000_000 and used[-1] < 100_000, used
+    database.close()

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from triptych.model.errors import ConfigError
+from triptych.service.core.state_folder import of_one_service
 from triptych.service.http.connections import raise_descriptor_limit
 from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
 from triptych.service.runtimes.ray_serve import haproxy
@@ -33,8 +34,8 @@ _MAX_TEMP_PATH = 16  # bytes; Ray and HAProxy append up to 85 for Unix sockets, 
 def prepared(config: ServeConfig) -> Iterator[Path]:
     """Set the environment of a session, and yield its folder, private to this user and deleted at the end.
 
-    Raises `ConfigError` if this folder or the folder of metrics cannot be made, or if the paths of HAProxy's sockets
-    would be too long.
+    Raises `ConfigError` if this folder or the folder of metrics cannot be made, if the paths of HAProxy's sockets would
+    be too long, or if another service has the state folder.
     """
     folder = _session_folder()
     raise_descriptor_limit()  # HAProxy and all other processes of the session inherit it
@@ -45,7 +46,8 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
         if haproxy.is_used(config, os.environ):
             haproxy.prepare(config, folder)
         os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
-        yield folder
+        with of_one_service(config.settings.state_dir):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
