@@ -7,8 +7,10 @@ applications.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from triptych.service.batches import routes as batch_routes
 from triptych.service.batches.state import Batches
 from triptych.service.core.engine_client import EngineClient, ModelReader
+from triptych.service.core.errors import log_unexpected
 from triptych.service.core.models import Models
 from triptych.service.http.bodies import cancel_all
 from triptych.service.http.guard import Guard
@@ -60,6 +63,7 @@ _MODULES = (
     *(batch_routes, decisions, llama_cpp, tokens, operations, models, usage, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
+_PAUSE_SECONDS = 5.0  # before background work that broke begins again
 
 
 class Application(Starlette):
@@ -86,6 +90,17 @@ class Application(Starlette):
         await super().__call__(scope, receive, send)
 
 
+async def _go_on(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do background work; what it raises is logged, and it begins again after a pause."""
+    while True:
+        try:
+            await work()
+            return
+        except Exception as error:  # nothing else would see it: idle models would stay, usage would not be written
+            log_unexpected(error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
 def create_app(
     client: EngineClient,
     models: Models,
@@ -103,14 +118,12 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await service.start()
-            works = (
-                *(ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models()),
-                service.tenants.usage.write_forever(),
-                service.tenants.quotas.share_forever(),
-            )
-            background = [asyncio.create_task(work) for work in works]
-            if batches is not None:
-                background.append(asyncio.create_task(batches.runner.run()))
+            works = [
+                *(ActivityLog(client).report, partial(metrics.update_forever, client), service.look_after_models),
+                *(service.tenants.usage.write_forever, service.tenants.quotas.share_forever),
+                *(() if batches is None else (batches.runner.run,)),
+            ]
+            background = [asyncio.create_task(_go_on(work)) for work in works]
             yield
             await cancel_all(background)
         finally:

@@ -48,8 +48,17 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def _first_parts(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.iterdir() if is_gguf(file))
+    files = sorted(file for file in folder.iterdir() if _can_be_seen(file) and is_gguf(file))
     return [file for file in files if (shard := SHARD.fullmatch(file.name)) is None or int(shard["number"]) == 1]
+
+
+def _can_be_seen(file: Path) -> bool:
+    """Return whether a file can be looked up; false for a link to where this process may not look."""
+    try:
+        file.stat()
+    except OSError:
+        return False
+    return True
 
 
 def gguf_path(path: Path) -> Path | None:

@@ -58,6 +58,7 @@ class ModelsFolder:
         self._pickle = pickle
         self._found: dict[str, FoundModel] = {}
         self._skipped: set[str] = set()
+        self._is_listed = True  # by the last scan
         if not self.path.is_dir():
             raise ConfigError(f"{self.setting} {folder}: no such folder")
 
@@ -67,9 +68,13 @@ class ModelsFolder:
             real = self.path.resolve(strict=True)
             names = [entry.name for entry in os.scandir(real) if _is_folder(entry)]
             files = self._files(real)
-        except OSError as error:
-            logger.warning("%s cannot be listed: %s", self.setting, error.strerror)
+        except (OSError, RuntimeError) as error:
+            if self._is_listed:  # said once, not at every look
+                reason = error.strerror if isinstance(error, OSError) else "a link leads in a circle"
+                logger.warning("%s cannot be listed: %s", self.setting, reason)
+            self._is_listed = False
             return None
+        self._is_listed = True
         found = {name: folder for name in names if (folder := self._folder(real, name)) is not None}
         found |= {name: file for name, file in files.items() if name not in found and self._is_named(name)}
         folders = dict(sorted(found.items()))
