@@ -247,11 +247,11 @@ class EventStream(Response):
             try:
                 await cancel_all(tasks)
             finally:
+                if any(map(_error_of, tasks)):
+                    self._job.fail()
                 await self._job.aclose()
-        for task in done:
-            error = task.exception()
-            if error is not None and not isinstance(error, OSError):
-                raise error
+        if (error := next(filter(None, map(_error_of, done)), None)) is not None:
+            raise error
 
     async def _pump(self, send: Send, direct: Send) -> None:
         """Send the events; all but the last bypass the middleware, which does not read bodies."""
@@ -329,3 +329,11 @@ class EventStream(Response):
                         await direct({"type": "http.response.body", "body": self._events.keepalive, "more_body": True})
                     self._last_sent, left = time.monotonic(), interval
             await asyncio.sleep(min(left, stall))
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    """Return what a task has raised that is not for want of a connection."""
+    if not task.done() or task.cancelled():
+        return None
+    error = task.exception()
+    return None if isinstance(error, OSError) else error

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Protocol
 
 from triptych.model.api.request import FinishReason, Timings
 from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import ApiError
 from triptych.service.core.request_context import RequestContext
 from triptych.service.observability.metrics import Metrics
 from triptych.service.observability.telemetry import Telemetry
@@ -76,6 +78,22 @@ class Job:
         if self.outcome is None:
             self.outcome = outcome
             self._ended = time.monotonic()
+
+    def fail(self) -> None:
+        """Count the request as an error, also if its outputs are complete: its client gets no reply."""
+        self.end(FinishReason.ERROR)
+        self.outcome = FinishReason.ERROR
+
+    async def __aenter__(self) -> Job:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the job; an exception that is no `ApiError` is a fault of ours."""
+        if isinstance(error, Exception) and not isinstance(error, ApiError):
+            self.fail()
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Release the engine's resources and count the request; without an outcome it is cancelled. Idempotent."""

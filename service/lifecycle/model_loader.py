@@ -419,6 +419,7 @@ class ModelLoader:
         except TimeoutError:
             logger.warning("%s is unloaded while %d requests use it: they end now", model.name, model.users)
         try:
+            self._metrics.update_engines(self._client)  # what the engine has counted goes with the model
             await self._client.unload(model.name)
         except ModelNotLoadedError:
             pass  # the engine was lost, and the model with it

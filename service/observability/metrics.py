@@ -67,6 +67,7 @@ class Metrics(MetricFamilies):
         self._at_load: list[Callable[[str], None]] = []
         self._tallies: dict[str, TokenTally] = {}  # by model
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
+        self._starts = 0  # of engines after the first one, at the last update
         self._served: set[str] = set()  # models that were loaded here
         self._elsewhere = (-math.inf, False)  # when another replica was looked for, and whether one is ready
 
@@ -252,6 +253,7 @@ class Metrics(MetricFamilies):
         """Set the gauges to the current state of all engines."""
         for tally in self._tallies.values():
             tally.flush()
+        self._notice_restart(client.restarts)
         health = client.health()
         for name, demand in client.demand().items():
             self._saturation.labels(name).set(demand.saturation)
@@ -294,8 +296,14 @@ class Metrics(MetricFamilies):
         self._add(self._pictures, stats.model, "pictures", stats.pictures)
         self._add(self._picture_tokens, stats.model, "picture_tokens", stats.picture_tokens)
 
+    def _notice_restart(self, restarts: int) -> None:
+        """Let all counters of a new engine count from 0, also those that have passed the last engine's already."""
+        if restarts != self._starts:
+            self._starts = restarts
+            self._seen = {key: value for key, value in self._seen.items() if key[1] == "restarts"}
+
     def _add(self, counter: CachedFamily[Counter], model: str, name: str, value: int) -> None:
-        """Add the increase of an engine's counter since the last update; a new engine counts from 0."""
+        """Add the increase of an engine's counter since the last update; one that is lower was begun again."""
         seen = self._seen.get((model, name), 0)
         counter.labels(model).inc(value - seen if value >= seen else value)
         self._seen[model, name] = value

@@ -104,11 +104,9 @@ async def answer(
             await service.jobs.reserve(context)
             service.check_not_given_up()
             job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
-            try:
+            async with job:
                 outputs = await _run(request, service, plan, job)
                 return await _reply(service, plan, outputs, job, show)
-            finally:
-                await job.aclose()
 
 
 def _has_images(body: EncodeBody) -> bool:

@@ -134,11 +134,9 @@ async def answer_in_handling(
     if body.stream:
         events = GenerationEvents(generation, stream, job, rendering, lambda error: rename_fields(error, names))
         return EventStream(events, job, service.limits, service.writes, rendering.media_type)
-    try:
+    async with job:
         reply = await cancel_on_disconnect(request, collect(generation, stream, job))
-    finally:
-        await job.aclose()
-    return json_response(rendering.reply(reply))
+        return json_response(rendering.reply(reply))
 
 
 def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]:

@@ -172,11 +172,9 @@ async def answer(
         if body.stream:
             events = TranscriptEvents(running, rendering, lambda error: rename_fields(error, names))
             return EventStream(events, job, service.limits, service.writes)
-        try:
+        async with job:
             await cancel_on_disconnect(request, running.ended())
-        finally:
-            await job.aclose()
-        return rendering.reply()
+            return rendering.reply()
 
 
 def speech_planner(service: Service) -> SpeechPlanner:

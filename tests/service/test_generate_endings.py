@@ -22,7 +22,10 @@ from tests.service.support import (
 )
 from tests.service.test_bad_requests import check_error
 from tests.service.test_generate import generate, streamed
+from triptych.service.http.json_replies import NativeRendering
+from triptych.service.http.sse import GenerationEvents
 from triptych.service.lifecycle.fleet import Fleet, LocalFleet
+from triptych.service.planning.encode import EncodePlan
 
 
 def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:
@@ -105,6 +108,29 @@ def test_an_unexpected_exception_tells_nothing() -> None:
     assert failure["error"]["code"] == "internal" and done == "[DONE]"
     assert "canary" not in str(failure)
     check_accounts(app)
+    assert counted(app, "triptych_requests_total") == {("gen", "error", "generate"): 2}
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "path", "body"),
+    [
+        (NativeRendering, "reply", "/generate", {"model": "gen", "prompt": "ab"}),
+        (GenerationEvents, "opening", "/generate", {"model": "gen", "prompt": "ab", "stream": True}),
+        (EncodePlan, "items", "/encode", {"model": "enc", "input": "w1"}),
+    ],
+)
+def test_a_reply_that_cannot_be_made_counts_as_an_error(
+    app: App, monkeypatch: pytest.MonkeyPatch, of: type, name: str, path: str, body: Any
+) -> None:
+    """The engine has done its part; the client gets nothing of it, so the error budget is to know."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr(of, name, broken)
+    ask(app, "POST", path, json=body)
+    check_accounts(app)
+    assert {outcome for _, outcome, _ in counted(app, "triptych_requests_total")} == {"error"}
 
 
 def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:

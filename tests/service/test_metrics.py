@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -16,6 +16,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.support import ask, make_app, run
+from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo
 from triptych.model.errors import ConfigError
 from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, ready_elsewhere
 from triptych.service.observability.metrics import Metrics
@@ -217,3 +218,29 @@ def test_the_99th_percentile_is_within_a_fifth(median: float) -> None:
         seen, place = seen + counts[place], place + 1
     found = bounds[place] + (bounds[place + 1] - bounds[place]) * (rank - seen) / counts[place]
     assert found == pytest.approx(sorted(seconds)[round(rank)], rel=0.2)
+
+
+class Engine:
+    """An engine of one model, as metrics see it."""
+
+    models: ClassVar[dict[str, ModelInfo]] = {}
+
+    def __init__(self) -> None:
+        self.restarts = self.preemptions = 0
+
+    def health(self) -> Health:
+        return Health(True, True, "")
+
+    def demand(self) -> dict[str, Demand]:
+        return {"gen": Demand(0.0, 0)}
+
+    def stats(self) -> dict[str, EngineStats]:
+        return {"gen": EngineStats("gen", preemptions=self.preemptions)}
+
+
+def test_what_a_new_engine_counts_is_added_also_where_it_is_more_than_the_last_one_had() -> None:
+    metrics, engine = Metrics(), Engine()
+    for engine.restarts, engine.preemptions in ((0, 3), (1, 5), (1, 6), (2, 0), (2, 4)):
+        metrics.update_engines(engine)  # type: ignore[arg-type]
+    assert metrics.registry.get_sample_value("triptych_preemptions_total", {"model": "gen"}) == 3 + 6 + 4
+    assert metrics.registry.get_sample_value("triptych_engine_restarts_total", {"model": "gen"}) == 2

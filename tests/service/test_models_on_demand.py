@@ -11,15 +11,17 @@ import httpx
 import pytest
 
 from tests.service.fake_engine import FakeEngineClient
-from tests.service.support import check_accounts, counted, hold, info, run, until
-from tests.service.test_models import ADMIN, code, generate, listed, load, make, state, write_models
+from tests.service.support import check_accounts, counted, hold, info, run, samples, until
+from tests.service.test_models import ADMIN, code, generate, listed, load, make, state, unload, write_models
 from triptych.model.api.messages import ModelSpec
-from triptych.model.api.stats import ModelInfo
+from triptych.model.api.stats import EngineStats, ModelInfo
 from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.text.tokenizer import Tokenizer
+from triptych.service import app as application
 from triptych.service.core.models import ServedModel
 from triptych.service.core.models_folder import AdaptersFolder, ModelsFolder
 from triptych.service.lifecycle import folder_watch
+from triptych.service.lifecycle import state as service_state
 from triptych.service.settings.service_settings import Limits
 
 
@@ -160,6 +162,28 @@ def test_an_adapter_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     assert "adapter_model.safetensors is missing" in found["bare"].reason
 
 
+def test_a_file_that_cannot_be_looked_up_hides_no_other_model(folder: Path) -> None:
+    os.symlink("x" * 300, folder / "long.gguf")  # as a link to where this process may not look
+    assert (ModelsFolder(str(folder)).scan() or {}).keys() == {"one", "two"}
+
+
+def test_a_folder_that_cannot_be_listed_for_a_while_is_said_once_and_looked_at_again(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "place"
+    os.symlink(folder, place)
+    models = ModelsFolder(str(place))
+    assert models.scan()
+    for target in ("place", "nowhere"):
+        place.unlink()
+        os.symlink(target, place)
+        assert models.scan() is None
+    assert [one.message for one in caplog.records] == ["models_dir cannot be listed: a link leads in a circle"]
+    place.unlink()
+    os.symlink(folder, place)
+    assert models.scan()
+
+
 def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
     app = make(folder, keep_alive_s=0.05)
 
@@ -186,6 +210,43 @@ def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
     run(app, work)
     check_accounts(app)
     assert counted(app, "triptych_model_unloads_total") == {("one", "idle"): 1}
+
+
+def test_work_in_the_background_goes_on_after_a_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(application, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(service_state, "_MODELS_SECONDS", 0.001)
+    app, looks = make(folder), list[int]()
+    look_after = app.service.loader.look_after
+
+    async def faulty() -> None:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise RuntimeError("canary")
+        await look_after()
+
+    app.service.loader.look_after = faulty  # type: ignore[method-assign]
+    run(app, lambda _: until(lambda: len(looks) > 2))
+    assert "unexpected RuntimeError" in caplog.text
+
+
+def test_what_the_engine_has_counted_for_a_model_is_kept_when_that_goes(folder: Path) -> None:
+    """Nothing has read the metrics since."""
+    app = make(folder)
+
+    def stats() -> dict[str, EngineStats]:
+        return {name: EngineStats(name, preemptions=7) for name in app.client.models}
+
+    app.client.stats = stats  # type: ignore[method-assign]
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            assert (await generate(client, "one")).status_code == 200
+            assert (await unload(client, "one")).status_code == 200
+
+    run(app, work)
+    assert samples(app, "triptych_preemptions_total")["one",] == 14
 
 
 @pytest.fixture
