@@ -54,7 +54,7 @@ class Turns:
             turn.set_result(None)
 
     def _next(self) -> asyncio.Future[None] | None:
-        """Remove and return the next one who waits; None if nobody does."""
+        """Remove and return the next one who waits, or None."""
         for owner in list(self._waiting):
             turns = self._waiting.pop(owner)
             while turns:

@@ -60,7 +60,7 @@ async def _finished(work: Awaitable[None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        while not task.done():  # whoever cancels may do so again
+        while not task.done():  # it may be cancelled more than once
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({task})
         if not task.cancelled():
