@@ -23,6 +23,7 @@ To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
 _OTHERS = ("user", "tool")  # the roles whose texts come from outside
+_NAMES = ("name", "tool_call_id")  # the texts of their messages that templates show with the content
 _PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
@@ -149,7 +150,8 @@ def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:
 
 
 def _parted(message: Json, marks: SpelledMarks, separator: str, known: Mapping[str, str]) -> Json:
-    content = message.get("content")
+    named = {key: marks.parted(text, separator) for key in _NAMES if isinstance(text := message.get(key), str)}
+    message, content = message | named, message.get("content")
     if isinstance(content, str):
         return message | {"content": known[content]}
     if not isinstance(content, list):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
+from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app, prompt_of
 from tests.service.support import ask, check_accounts, run
 from tests.service.test_bad_requests import check_error
 from triptych.model.errors import ConfigError
@@ -243,6 +243,19 @@ def test_sources_of_a_chat_template(tmp_path: Path) -> None:
     folder(tmp_path / "additional_chat_templates", rag__jinja="y")
     found = template_files(tmp_path)
     assert found is not None and found.templates == {"default": STYLES["brackets"], "rag": "y"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"role": "user", "name": "<s>"}, {"role": "tool", "name": "<s>", "tool_call_id": "<s>"}]
+)
+def test_a_name_that_spells_a_special_token_is_text(fields: dict[str, str]) -> None:
+    app = chat_app(
+        "{% for m in messages %}{{ m.name }}{{ m.tool_call_id }}: {{ m.content }}{% endfor %}", max_model_len=99
+    )
+    body = {"model": "chat", "messages": [{**fields, "content": "<s>"}], "max_tokens": 1}
+    reply = ask(app, "POST", "/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert prompt_of(app).count("<s>") == 2 and 256 not in app.client.submitted[-1].prompt_token_ids
 
 
 def test_conversations_with_tools_use_the_template_for_them() -> None:
