@@ -10,7 +10,7 @@ A request `{sampling_rate, limits, seconds}` with a file gets one reply: `{}` wi
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from contextlib import suppress
 from typing import Any
 
 from triptych.model.speech.audio_file import AudioError, AudioLimits, decode_audio
@@ -38,8 +38,8 @@ def memory(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Answer requests until the other side closes."""
-    for library in ("soundfile", "av"):  # before files may no longer be opened
-        if importlib.util.find_spec(library) is not None:
+    for library in ("soundfile", "av", "av.subtitles.stream"):  # now, as no file can be opened later: `av.open` imports
+        with suppress(ImportError):
             importlib.import_module(library)
     worker_main.serve_forking(answer, memory)
 

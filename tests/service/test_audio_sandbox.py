@@ -50,6 +50,38 @@ def test_a_process_returns_the_same_samples(worker: AudioWorker) -> None:
         np.testing.assert_allclose(worker.decode(file, 16_000), expected, rtol=0, atol=1e-6)
 
 
+def encoded(form: str, codec: str) -> bytes:
+    """Return two seconds of a tone in a container."""
+    av = pytest.importorskip("av", reason="the extra `audio` is not installed")
+    made, seconds = io.BytesIO(), np.arange(2 * 48_000) / 48_000
+    tone = (0.5 * np.sin(2 * np.pi * 440 * seconds)).astype(np.float32)
+    with av.open(made, "w", format=form) as output:
+        stream = output.add_stream(codec, rate=48_000, layout="stereo")
+        frame = av.AudioFrame.from_ndarray(np.stack((tone, tone)), format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        for part in (frame, None):
+            for packet in stream.encode(part):
+                output.mux(packet)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("form", "codec"),
+    [
+        *(("mp4", codec) for codec in ("aac", "alac")),
+        *(("matroska", codec) for codec in ("libopus", "pcm_u8", "pcm_s24le", "pcm_f64le")),
+        ("adts", "aac"),
+    ],
+)
+def test_containers_are_decoded_by_a_process_that_opens_no_file(form: str, codec: str, worker: AudioWorker) -> None:
+    file = encoded(form, codec)
+    samples = worker.decode(file, 16_000)
+    np.testing.assert_allclose(samples, decode_audio(file, 16_000, LIMITS), rtol=0, atol=1e-6)
+    assert abs(len(samples) - 32_000) < 1500
+    assert abs(np.abs(samples[8_000:24_000]).max() - 0.5) < 0.02
+    assert np.argmax(np.abs(np.fft.rfft(samples[8_000:24_000]))) == 440
+
+
 def test_a_process_that_waits_holds_nothing_of_a_file(worker: AudioWorker) -> None:
     def resident() -> int:
         assert worker._process is not None
