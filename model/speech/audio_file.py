@@ -1,9 +1,9 @@
 """Audio files to mono samples at a model's rate, within bounds.
 
-The format is known by the file's first bytes alone. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are decoded by libsndfile
-(the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the package av, the optional
-extra `audio`), with the one demultiplexer for that format: playlists and other formats that name further files or
-addresses are never opened.
+The format is known by the first bytes alone, behind a tag of ID3. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are decoded by
+libsndfile (the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the package av, the
+optional extra `audio`), with the one demultiplexer for that format: playlists and other formats that name further files
+or addresses are never opened.
 
 A file is decoded block by block and mixed and resampled at once, so memory is bounded by the result. Bounds are
 checked in the header first, then on what is decoded, as headers lie. Time is not bounded here: files of strangers
@@ -51,20 +51,24 @@ def decode_audio(data: bytes, sampling_rate: int, limits: AudioLimits) -> NDArra
     """
     if len(data) > limits.file_bytes:
         raise AudioError(f"the audio file has {len(data)} bytes, more than {limits.file_bytes} are not taken")
-    blocks = _blocks(data, limits)
-    rate = next(blocks)
-    assert isinstance(rate, int)
-    most = int(limits.seconds * rate)
-    resampler, mono, count = Resampler(rate, sampling_rate), bytearray(), 0
+    mono, rate = bytearray(), 0
+    resampler: Resampler | None = None
+    before, count = 0.0, 0  # seconds of earlier rates, samples of this one
     with np.errstate(over="ignore", invalid="ignore"):  # what becomes too large for float32 is refused
-        for block in blocks:
-            assert not isinstance(block, int)
+        for block in _blocks(data, limits):
+            if isinstance(block, int):
+                if resampler is not None:
+                    before, count = before + count / rate, 0
+                    mono += _checked_samples(resampler.finish()).tobytes()
+                rate, resampler = block, Resampler(block, sampling_rate)
+                continue
+            assert resampler is not None
             count += len(block)
-            if count > most:
+            if before + count / rate > limits.seconds:
                 raise _too_long(limits)
             mixed = block.mean(axis=1, dtype=np.float32) if block.shape[1] > 1 else block[:, 0]
             mono += _checked_samples(resampler.feed(_checked_samples(mixed))).tobytes()
-        if not count:
+        if resampler is None or not (before or count):
             raise AudioError("the audio file has no samples")
         mono += _checked_samples(resampler.finish()).tobytes()
     return np.frombuffer(mono, np.float32)
@@ -78,26 +82,34 @@ def _checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
-    """Yield the rate, then blocks `[frames, channels]`."""
+    """Yield the rate, then blocks `[frames, channels]`; another rate before those that have it."""
     if data[:4] in (b"RIFF", b"RIFX", b"RF64") and data[8:12] == b"WAVE":
         return _sound_file_blocks(_with_data_size(data), "WAV", limits)
-    if data[:4] == b"fLaC":
-        return _sound_file_blocks(data, "FLAC", limits)
     if data[:4] == b"OggS":
         return _sound_file_blocks(data, "Ogg", limits)
-    if data[:3] == b"ID3":
-        return _sound_file_blocks(data, "MP3", limits)
     if data[4:8] == b"ftyp":
         return _container_blocks(data, "mp4", "MP4", limits)
     if data[:4] == b"\x1a\x45\xdf\xa3":
         return _container_blocks(data, "matroska", "WebM", limits)
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
-        return _container_blocks(data, "aac", "AAC", limits)
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
-        return _sound_file_blocks(data, "MP3", limits)
+    sound = data[_tag_size(data) :]
+    head = sound[:4].ljust(4, b"\0")
+    if head == b"fLaC":
+        return _sound_file_blocks(sound, "FLAC", limits)
+    if head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
+        return _container_blocks(sound, "aac", "AAC", limits)
+    if len(sound) < len(data) or (head[0] == 0xFF and head[1] & 0xE0 == 0xE0):
+        return _sound_file_blocks(sound, "MP3", limits)
     raise AudioError(
         f"not an audio file of {', '.join(FORMATS)} or, with the extra `audio`, {', '.join(EXTRA_FORMATS)}"
     )
+
+
+def _tag_size(data: bytes) -> int:
+    """Return how many bytes a tag of ID3v2 takes that stands before the sound: a title, a picture; 0: there is none."""
+    if data[:3] != b"ID3" or len(data) < 10:
+        return 0
+    size = sum((one & 0x7F) << 7 * place for place, one in enumerate(data[9:5:-1]))
+    return 10 + size + 10 * bool(data[5] & 0x10)
 
 
 def _sound_file_blocks(data: bytes, name: str, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
@@ -138,18 +150,31 @@ def _container_blocks(data: bytes, demuxer: str, name: str, limits: AudioLimits)
             stream = container.streams.audio[0]
             stream.codec_context.thread_count = 1
             declared = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+            if name == "AAC":  # FFmpeg guesses the length by the first frames: after silence it is hours
+                declared = 0.0
             rate = _checked_rate(stream.rate, stream.channels, int(declared * stream.rate), limits)
             yield rate
-            to_floats = av.AudioResampler(format="fltp", rate=rate)
             for frame in container.decode(stream):
-                if frame.layout.nb_channels > limits.channels:
-                    raise _too_many_channels(frame.layout.nb_channels, limits)
-                for converted in to_floats.resample(frame):
-                    yield np.asarray(converted.to_ndarray().T, np.float32)
+                channels = frame.layout.nb_channels
+                if channels > limits.channels:
+                    raise _too_many_channels(channels, limits)
+                if frame.sample_rate != rate:  # a stream may change it
+                    rate = _checked_rate(frame.sample_rate, channels, 0, limits)
+                    yield rate
+                yield _floats(frame.to_ndarray(), channels)
     except (av.FFmpegError, RuntimeError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, AudioError):
             raise
         raise AudioError(f"the audio file is no {name} file that can be decoded: it is broken or cut off") from None
+
+
+def _floats(samples: NDArray[Any], channels: int) -> NDArray[np.float32]:
+    """Return samples `[frames, channels]` of FFmpeg's, which are `[channels, frames]`, or one row for all channels."""
+    samples = samples.reshape(-1, channels) if len(samples) < channels else samples.T
+    if samples.dtype.kind == "f":
+        return samples.astype(np.float32)
+    scale = np.float32(2.0 ** (1 - 8 * samples.dtype.itemsize))
+    return samples.astype(np.float32) * scale - np.float32(samples.dtype.kind == "u")
 
 
 def _checked_rate(rate: int, channels: int, frames: int, limits: AudioLimits) -> int:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 _ATTENUATION = 80.0  # dB
 _TRANSITION = 0.14  # width of the transition band in half rates, around the lower one's half rate
-_PHASES = 1000  # at most this many, which bounds the filters: an odd rate is taken for one 0.005 % away at most
+_PHASES = 1000  # at most this many, which bounds the filters: an odd rate is taken for one 0.05 % away at most
 _OUTPUTS = 64  # of a product, at least
 _BLOCK = 1 << 20  # samples that are gathered for one product, which bounds memory
 
 
 def resample(samples: NDArray[np.float32], rate: int, target: int) -> NDArray[np.float32]:
-    """Return mono samples `[ceil(n * target / rate)]` at `target` Hz of samples `[n]` at `rate` Hz."""
+    """Return mono samples at `target` Hz of samples `[n]` at `rate` Hz: `ceil(n * target / rate)`, or about that."""
     resampler = Resampler(rate, target)
     return np.concatenate((resampler.feed(samples), resampler.finish()))
 
@@ -55,7 +55,8 @@ class Resampler:
         """Return the rest of the result: beyond its end the source is silent."""
         if self._rate == self._target:
             return np.zeros(0, np.float32)
-        missing = -(-self._taken * self._target // self._rate) - self._made
+        whole = -(-self._taken * self._target // self._rate)
+        missing = max(0, whole - self._made)  # an odd rate, taken for a lower one, has given more already
         rounds = -(-missing // self._outputs)
         size = max(0, rounds - 1) * self._step + len(self._filters)
         self._rest = np.pad(self._rest, (0, max(0, size - len(self._rest))))

@@ -150,6 +150,13 @@ def test_an_odd_rate_has_small_filters_and_hardly_drifts(rate: int) -> None:
     np.testing.assert_allclose(samples[1000:3000], tone(0.25, RATE, 100.0)[1000:3000], atol=0.005)
 
 
+@pytest.mark.parametrize(("rate", "seconds"), [(8001, 120), (16_001, 180), (15_999, 180), (16_008, 30)])
+def test_long_audio_of_a_rate_next_to_a_usual_one_is_read_to_its_end(rate: int, seconds: int) -> None:
+    samples = resample(tone(seconds, rate, 100.0), rate, RATE)
+    assert abs(len(samples) / RATE / seconds - 1) < 6e-4
+    assert np.abs(samples[-RATE // 2 : -RATE // 4]).max() > 0.4
+
+
 # --- files --------------------------------------------------------------------------------------------------------
 
 WRITTEN = [
@@ -260,13 +267,13 @@ def test_a_container_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPat
         decode_audio(b"\0\0\0\x20ftypM4A " + bytes(100), RATE, LIMITS)
 
 
-def container(form: str, codec: str, samples: NDArray[np.float32]) -> bytes:
+def container(form: str, codec: str, samples: NDArray[np.float32], rate: int = 48_000) -> bytes:
     av = pytest.importorskip("av", reason="the extra `audio` is not installed")
     file = io.BytesIO()
     with av.open(file, "w", format=form) as output:
-        stream = output.add_stream(codec, rate=48_000, layout="mono")
+        stream = output.add_stream(codec, rate=rate, layout="mono")
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
-        frame.sample_rate = 48_000
+        frame.sample_rate = rate
         for part in (*av.AudioResampler("fltp" if codec == "aac" else "flt").resample(frame), None):
             for packet in stream.encode(part):
                 output.mux(packet)
@@ -280,6 +287,38 @@ def test_containers_are_read_with_the_extra(form: str, codec: str) -> None:
     assert np.argmax(np.abs(np.fft.rfft(samples[4000:12_000]))) == 440 // 2  # in half a second
     with pytest.raises(AudioError, match="longer than"):
         decode_audio(container(form, codec, tone(21.0, 48_000)), RATE, LIMITS)
+
+
+def tag(size: int, *, footer: bool = False) -> bytes:
+    """Return a tag of ID3v2 with `size` bytes, such as a picture."""
+    head = bytes([4, 0, 0x10 * footer, *(size >> shift & 0x7F for shift in (21, 14, 7, 0))])
+    return b"ID3" + head + bytes(size) + (b"3DI" + head) * footer
+
+
+@pytest.mark.parametrize("footer", [False, True])
+@pytest.mark.parametrize("form", ["MP3", "FLAC", "AAC"])
+def test_a_tag_may_stand_before_the_sound(form: str, footer: bool) -> None:
+    if form == "AAC":
+        file = container("adts", "aac", tone(1.0, 48_000))
+    else:
+        file = audio_file(tone(1.0), form=form, subtype="MPEG_LAYER_III" if form == "MP3" else "PCM_16")
+    samples = decode_audio(tag(70_000, footer=footer) + file, RATE, LIMITS)
+    assert abs(len(samples) - RATE) < 3000 and np.abs(samples).max() > 0.3
+
+
+def test_a_file_that_begins_with_silence_is_not_taken_for_a_long_one() -> None:
+    loud = np.random.default_rng(0).uniform(-0.9, 0.9, 14 * 48_000).astype(np.float32)
+    file = container("adts", "aac", np.concatenate((np.zeros(5 * 48_000, np.float32), loud)))
+    assert abs(len(decode_audio(file, RATE, LIMITS)) - 19 * RATE) < 3000
+
+
+def test_a_stream_may_change_its_rate() -> None:
+    fast, slow = (container("adts", "aac", tone(2.0, rate), rate) for rate in (48_000, 24_000))
+    for file in (fast + slow, slow + fast):
+        samples = decode_audio(file, RATE, LIMITS)
+        assert abs(len(samples) - 4 * RATE) < 6000
+        for start in (RATE // 2, 3 * RATE - RATE // 2):
+            assert np.argmax(np.abs(np.fft.rfft(samples[start : start + RATE // 2]))) == 440 // 2
 
 
 SEEDS = [
