@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import secrets
 from typing import Any
 
@@ -11,6 +9,7 @@ import msgspec
 
 from triptych.service.batches.lines import Line, reply_line
 from triptych.service.batches.records import Result, Usage
+from triptych.service.core.coded_files import file_bytes
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.http.in_process import InnerReply
 from triptych.service.http.route_table import JSON
@@ -65,13 +64,9 @@ def _text(value: Any) -> str:
 
 
 def _file(value: Any, name: str) -> bytes:
-    if not isinstance(value, str) or value.startswith(("http:", "https:")):
-        raise invalid(f"{name} must be an audio file as base64, or a data: URL; no address is read", name)
-    text = value.partition(",")[2] if value.startswith("data:") else value
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise invalid(f"{name} is not base64", name, "invalid_audio") from None
+    if not isinstance(value, str):
+        raise invalid(f"{name} must be an audio file as base64, or a data: URL", name)
+    return file_bytes(value, name, "invalid_audio")
 
 
 def seconds_to_wait(reply: InnerReply, failures: int) -> float | None:

@@ -1,8 +1,7 @@
-"""Image files as requests send them: base64 or a data URL. An address is never followed."""
+"""Image files of requests, decoded to the pixels that a model reads."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -10,34 +9,14 @@ from triptych.model.api.request import Source, image_source
 from triptych.model.vision.decoding import ImageError
 from triptych.model.vision.pictures import PictureProcessing
 from triptych.model.vision.processing import ImageProcessing
-from triptych.service.core.errors import ApiError, invalid, shorten, unavailable
+from triptych.service.core.coded_files import file_bytes
+from triptych.service.core.errors import invalid, unavailable
 from triptych.service.images.image_pool import RequestImages
 from triptych.service.sandbox.process_pool import WorkerError
 
 T = TypeVar("T")
 
-_SCHEME = 32  # characters in which an address has its scheme
-_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "="}  # in URLs; decoding all escapes takes 0.1 s of a body of 2 MB
-_SPACES = {ord(one): None for one in " \t\r\n"}  # programs break lines of base64
-
-
-def file_bytes(value: str, param: str) -> bytes:
-    """Return the bytes of an image in base64 or a data URL; raises a 400 that names `param`."""
-    if value[:1].isspace():
-        value = value.lstrip()
-    head, separator, data = value.partition(",") if value[:5].lower() == "data:" else ("", ",", value)
-    if head and not (separator and head.lower().endswith(";base64")):
-        raise _refused(f"{param}: a data URL must have the form data:image/png;base64,DATA", param)
-    if head and "%" in data:
-        for code, one in _ESCAPED.items():
-            data = data.replace(code, one).replace(code.lower(), one)
-    if "://" in value[:_SCHEME]:
-        found = shorten(value[:80])
-        raise _refused(f"{param}: the service follows no addresses, found {found}; send the file in base64", param)
-    try:
-        return base64.b64decode(data.translate(_SPACES), validate=True)
-    except ValueError:
-        raise _refused(f"{param} is not base64", param) from None
+BAD_IMAGE = "invalid_image"  # the code of errors
 
 
 def as_data_url(value: str) -> str:
@@ -57,7 +36,7 @@ async def source_of(
 
     Raises a 400 that names `param`, or a 503.
     """
-    data = file_bytes(value, param)
+    data = file_bytes(value, param, BAD_IMAGE)
     if isinstance(processing, PictureProcessing):  # images of their own proportions
         made = await decoded(images.prepare_picture(data, processing, "auto"), param)
         return image_source(made.features, made.shape, made.num_positions)
@@ -72,8 +51,4 @@ async def decoded(work: Awaitable[T], param: str) -> T:
     except WorkerError as error:
         raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
     except ImageError as error:
-        raise _refused(f"{param}: {error}", param) from None
-
-
-def _refused(message: str, param: str) -> ApiError:
-    return invalid(message, param, "invalid_image")
+        raise invalid(f"{param}: {error}", param, BAD_IMAGE) from None

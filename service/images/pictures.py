@@ -13,11 +13,12 @@ from triptych.model.api.request import ImageSpan
 from triptych.model.api.stats import ModelInfo
 from triptych.model.text.spelled_marks import SpelledMarks
 from triptych.model.vision.pictures import PictureProcessing, PreparedPicture, image_spans
+from triptych.service.core.coded_files import file_bytes
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import ApiError, invalid, too_large
 from triptych.service.core.models import ServedModel
 from triptych.service.core.request_context import current
-from triptych.service.images.files import decoded, file_bytes
+from triptych.service.images.files import BAD_IMAGE, decoded
 from triptych.service.images.image_pool import ImagePool
 
 Json = dict[str, Any]
@@ -106,7 +107,7 @@ class Pictures:
             raise invalid(f"{param}: model {served.name} reads text, not images", param, "not_supported")
         if len(found) > most:
             raise too_large(f"{found[most]['param']}: more than {most} images are not taken", found[most]["param"])
-        self._files = {one["file"]: file_bytes(one["file"], one["param"]) for one in found}
+        self._files = {one["file"]: file_bytes(one["file"], one["param"], BAD_IMAGE) for one in found}
         if found and (context := current()) is not None:
             context.at_end(self._images.close)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.service.core.errors import ApiError, invalid
+from triptych.service.core.coded_files import file_bytes
+from triptych.service.core.errors import ApiError
 from triptych.service.core.models import Task
 from triptych.service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from triptych.service.http.bodies import (
@@ -42,7 +41,6 @@ routes = Routes("generate")
 F = TypeVar("F", bound=AudioForm)
 
 _LIMIT = "max_audio_bytes"  # the setting that limits a body with a file
-_BASE64_PART = 1 << 20  # characters, a multiple of 4
 _TEXTS = ("text/plain", "application/x-subrip", "text/vtt")
 _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
 
@@ -201,17 +199,5 @@ def _enter(request: Request) -> HeldAudio:
 
 
 async def _decoded(request: Request, text: str) -> bytes:
-    """Return the bytes of base64, in a thread."""
-    return await service_of(request).body_threads.run_in_thread(lambda: _bytes_of(text))
-
-
-def _bytes_of(text: str) -> bytes:
-    """Decode base64 in parts, between which other threads run."""
-    parts = range(0, len(text), _BASE64_PART)
-    padding = text.find("=")
-    try:
-        if -1 < padding < len(text) - 2:
-            raise ValueError("base64 goes on after its padding")
-        return b"".join(base64.b64decode(text[at : at + _BASE64_PART], validate=True) for at in parts)
-    except (binascii.Error, ValueError):
-        raise invalid("audio is not base64", "audio", "invalid_audio") from None
+    """Return the bytes of a file in base64, in a thread."""
+    return await service_of(request).body_threads.run_in_thread(lambda: file_bytes(text, "audio", "invalid_audio"))
