@@ -17,7 +17,7 @@ from triptych.model.api.request import FinishReason, Request, Source, TokenLogpr
 from triptych.model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Spectrogram, Token, cut_chunks
 from triptych.model.speech.log_mel import LogMel
 from triptych.model.speech.requests import Output, RequestMaker, token_times
-from triptych.model.speech.segments import LiveText, Window, Word, words_of
+from triptych.model.speech.segments import LiveText, TimedWord, Window, Word, without_pauses, words_of
 from triptych.model.speech.transcription import Attempt, Segment, SequentialWindows
 from triptych.model.text.detokenizer import Detokenizer
 from triptych.model.text.tokenizer import Tokenizer
@@ -34,15 +34,6 @@ class StoppedError(Exception):
     def __init__(self, reason: FinishReason) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TimedWord:
-    """A word and its time, in seconds of the whole audio."""
-
-    text: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +178,7 @@ class Transcriber:
         written, first = [], 0
         for segment in segments:
             ids = tuple(filter(self._is_text, segment.token_ids))
-            words = self._words(ids, times[first : first + len(ids) + 1])
+            words = self._words(ids, times[first : first + len(ids) + 1], segment.start, segment.end)
             first += len(ids)
             written.append(self._written(segment, segment.start, segment.end, ids, words))
         self.result.segments += written
@@ -303,11 +294,12 @@ class Transcriber:
             ids = tuple(token.id for token in one.tokens)
             start = merging.end if one.start is None else one.start
             merging.end = merging.seconds if one.end is None else one.end
-            words = tuple(
+            end = max(start, merging.end)
+            words = [
                 TimedWord(word.text, one.tokens[word.places[0]].start, one.tokens[word.places[-1]].end)
                 for word in (self._grouped(ids) if self.maker.options.words else ())
-            )
-            written.append(self._written(merging.last, start, max(start, merging.end), ids, words))
+            ]
+            written.append(self._written(merging.last, start, end, ids, without_pauses(words, start, end)))
         tokens = [token for one in ended for token in one.tokens] + settled
         new = tokens[merging.num_shown :]
         merging.num_shown = len(settled)
@@ -354,13 +346,13 @@ class Transcriber:
             words=words,
         )
 
-    def _words(self, ids: tuple[int, ...], times: Sequence[float]) -> tuple[TimedWord, ...]:
+    def _words(self, ids: tuple[int, ...], times: Sequence[float], start: float, end: float) -> tuple[TimedWord, ...]:
         """Return the words of a segment's text; each token begins at one of `times` and ends at the next."""
         if not times or not ids:
             return ()
+        found = [TimedWord(word.text, times[word.places[0]], times[word.places[-1] + 1]) for word in self._grouped(ids)]
         return tuple(
-            TimedWord(word.text, round(times[word.places[0]], 3), round(times[word.places[-1] + 1], 3))
-            for word in self._grouped(ids)
+            TimedWord(one.text, round(one.start, 3), round(one.end, 3)) for one in without_pauses(found, start, end)
         )
 
     def _grouped(self, ids: tuple[int, ...]) -> list[Word]:

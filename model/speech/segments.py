@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # -- Segments of a window: its output tokens parted at the timestamps among them. A timestamp token is `timestamp_begin
 # + n` and means `n` positions of the encoder from the window's start, each of two frames. Two of them in a row end one
@@ -151,6 +151,7 @@ _OPENING = "\"'“¡¿([{-"
 _CLOSING = "\"'.。,，!！?？:：”)]}、"  # noqa: RUF001
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _REPLACEMENT = "\ufffd"
+_REACH = 0.5  # seconds by which a word may begin before its segment, or end after it
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -161,6 +162,29 @@ class Word:
 
     text: str
     places: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWord:
+    """A word and its time, in seconds of the whole audio."""
+
+    text: str
+    start: float
+    end: float
+
+
+def without_pauses(words: Sequence[TimedWord], start: float, end: float) -> tuple[TimedWord, ...]:
+    """Return the words of a segment from `start` to `end`; the first and the last do not reach far out of it.
+
+    An alignment gives each token the time until the next one, and the pause between two segments with it. OpenAI's
+    `add_word_timestamps` cuts it off too.
+    """
+    found = list(words)
+    if found and start < found[0].end and found[0].start < start - _REACH:
+        found[0] = replace(found[0], start=start)
+    if found and found[-1].start < end and end + _REACH < found[-1].end:
+        found[-1] = replace(found[-1], end=end)
+    return tuple(found)
 
 
 def words_of(ids: Sequence[int], language: str | None, decode: Decode) -> list[Word]:

@@ -87,6 +87,16 @@ class TestShort:
         assert all(one.keeps_source for one in app.client.submitted)
         check_accounts(app)
 
+    def test_a_pause_between_segments_is_no_part_of_a_word(self) -> None:
+        app = speech_app([BEGIN, *ids(" abcdefg"), at(0.2), at(0.9), *ids(" z"), at(1.0)])
+        [choice] = transcribed(app, 1.0, timestamps="word")["choices"]
+        words = [(one["text"], one["start"], one["end"]) for part in choice["segments"] for one in part["words"]]
+        assert words == [(" abcdefg", 0.0, 0.2), (" z", 0.8, 1.0)]  # of 0.1 s for each token
+        app = speech_app([BEGIN, *ids(" a"), at(0.2), at(0.8), *ids(" zyxwvut"), at(1.0)])
+        [choice] = transcribed(app, 1.0, timestamps="word")["choices"]
+        words = [(one["text"], one["start"], one["end"]) for part in choice["segments"] for one in part["words"]]
+        assert words == [(" a", 0.0, 0.2), (" zyxwvut", 0.8, 1.0)]
+
     def test_a_model_of_english_alone(self) -> None:
         app = speech_app(ids(" Hello"), tokens=ENGLISH)
         assert transcribed(app)["choices"][0]["language"] == "en"
