@@ -139,13 +139,13 @@ def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: st
 
 
 def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:
-    """Return messages or tools with a separator in each mark that any of their texts spells."""
+    """Return messages or tools with a separator in each mark that any of their texts or names spells."""
     if isinstance(value, str):
         return marks.parted(value, separator)
     if isinstance(value, list):
         return [without_marks(one, marks, separator) for one in value]
     if isinstance(value, dict):
-        return {name: without_marks(one, marks, separator) for name, one in value.items()}
+        return {marks.parted(name, separator): without_marks(one, marks, separator) for name, one in value.items()}
     return value
 
 
