@@ -33,7 +33,10 @@ _CLASSES: dict[str, Mapping[str, Any]] = {
     "Llava": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
     "Gemma3": {"size": {"height": 224, "width": 224}},
     "Siglip2": {"max_num_patches": 256},
-    "Gemma4": {"resample": _BICUBIC, "do_normalize": False, "max_soft_tokens": 280},
+    "Gemma4": {
+        **{"resample": _BICUBIC, "do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3},
+        "max_soft_tokens": 280,
+    },
     "Qwen2VL": {**_OPENAI, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     "Pixtral": {**_OPENAI, "size": {"longest_edge": 1024}},
     "Idefics3": {"resample": _LANCZOS, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "gemma3": ("gemma3", "Gemma3", {"size": {"height": 56, "width": 56}}, 7, 2),
     "gemma4": ("gemma4", "Gemma4", {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2}, 8, 2),
     "gemma4 default": ("gemma4", "Gemma4", {}, 16, 3),
+    "gemma4 normalised": ("gemma4", "Gemma4", {"do_normalize": True}, 16, 3),
     "siglip2": ("siglip2", "Siglip2", {"patch_size": 8, "max_num_patches": 50}, 8, 1),
     "siglip2 default": ("siglip2", "Siglip2", {}, 16, 1),
     "qwen": ("qwen3_5", "Qwen2VL", {"patch_size": 16}, 16, 2),
