@@ -1,9 +1,9 @@
 """Audio files to mono samples at a model's rate, within bounds.
 
-The format is known by the first bytes alone, behind a tag of ID3. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are decoded by
-libsndfile (the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the package av, the
-optional extra `audio`), with the one demultiplexer for that format: playlists and other formats that name further files
-or addresses are never opened.
+The format is known by the first bytes alone, or those after a tag of ID3. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are
+decoded by libsndfile (the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the
+package av, the optional extra `audio`), with the one demultiplexer for that format: playlists and other formats that
+name further files or addresses are never opened.
 
 A file is decoded block by block and mixed and resampled at once, so memory is bounded by the result. Bounds are
 checked in the header first, then on what is decoded, as headers lie. Time is not bounded here: files of strangers
