@@ -234,7 +234,7 @@ class TritonBackend(PreparingBackend):
         out: Tensor,
         begin: int,
     ) -> None:
-        """The segments of `lengths`, whose queries are the rows of `out` from `begin` on."""
+        """Launch `attend` for the segments of `lengths`, whose queries are the rows of `out` from `begin` on."""
         group, dim, paged = config.num_heads // config.num_kv_heads, config.head_dim, tables is not None
         by_table = bias is not None and bias.dim() == 2
         biased = 0 if bias is None else TABLE.value if by_table else SLOPES.value
@@ -391,7 +391,7 @@ def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The tensor, its last dimension dense; other strides as they are."""
+    """Return the tensor, its last dimension dense; other strides as they are."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

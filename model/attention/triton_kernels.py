@@ -82,8 +82,8 @@ def quantized(x, pages):
 
 @triton.jit
 def _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q: tl.constexpr):
-    """The segment of a tile: those of segment b are numbered from `cu_seqlens_q[b] // TILE_Q + b`, starts counted from
-    the first."""
+    """Return a tile's segment. Tiles of segment b are numbered from `cu_seqlens_q[b] // TILE_Q + b`; starts count from
+    the first of them."""
     low = 0
     high = num_segments
     origin = tl.load(cu_seqlens_q).to(tl.int32)

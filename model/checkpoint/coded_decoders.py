@@ -24,7 +24,7 @@ _Tensors = Mapping[str, StoredTensor]  # of one projection, by their own names
 def coded(
     stem: str, layout: CodedLayout, storage: Storage, stored: Mapping[str, StoredTensor]
 ) -> Iterator[DecodedTensor]:
-    """The tensors of a storage that a projection's are read as; raises `CheckpointError` unless they fit each other."""
+    """Yield the tensors of a storage that a projection's are read as; raise `CheckpointError` unless they fit."""
     tensors = {}
     for name in layout.needed:
         if f"{stem}.{name}" not in stored:
@@ -100,7 +100,7 @@ class _Table(_Matrix):
         return (self._whole(reader, "weight.quant_map")[codes.long()] * spread).view(last - first, inputs)
 
     def _absmax(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        """The scales of blocks."""
+        """Return the scales of blocks."""
         stored = reader.region(self.tensors["weight.absmax"], 1, slice(0, 1), first, last)[:, 0]
         if not self._table.nested_block:
             return stored

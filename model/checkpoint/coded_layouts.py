@@ -67,11 +67,11 @@ class CodedLayout:
         raise NotImplementedError
 
     def dequantised(self) -> Storage:
-        """The storage of the floats that are meant."""
+        """Return the storage of the floats that are meant."""
         return replace(self.storage(), numbers=None, scale=None, block=(1, 0), nearest=(8, 128))
 
     def found(self, stem: str, names: Collection[str], find: Find) -> CodedLayout:
-        """The layout of one projection as it is stored; raises `CheckpointError`."""
+        """Return the layout of one projection as it is stored; raises `CheckpointError`."""
         return self
 
 

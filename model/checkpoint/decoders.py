@@ -29,7 +29,7 @@ _FLOATS = ("F16", "BF16", "F32")
 
 
 def unpacked(stored: Mapping[str, StoredTensor], packed: Mapping[str, Packed]) -> dict[str, TensorSource]:
-    """The tensors of a checkpoint as they are read; raises `CheckpointError` where what is packed does not fit.
+    """Return the tensors of a checkpoint as they are read; raises `CheckpointError` where what is packed does not fit.
 
     `packed` says how, by projections' stored names.
     """
@@ -188,7 +188,7 @@ class _Matrix:
         return found
 
     def _groups_of_inputs(self, reader: TensorReader) -> Tensor:
-        """The group of each input."""
+        """Return the group of each input."""
         inputs = self.shape[1]
         if self.order is None:
             return torch.arange(inputs) // self.group

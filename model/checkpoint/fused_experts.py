@@ -44,7 +44,7 @@ def _is_transposed(fused: FusedExperts, shape: tuple[int, ...], hidden_size: int
 
 
 def _parts(fused: FusedExperts, tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """The views of each expert's matrix or bias."""
+    """Yield the views of each expert's matrix or bias."""
     experts, *rest = tensor.shape
     rows, columns = rest[0], math.prod(rest[1:])  # what is packed may have more dimensions
     strides: tuple[int, ...] = (columns, 1)

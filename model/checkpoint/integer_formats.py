@@ -104,7 +104,7 @@ def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Intege
 
 
 def torchao(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
-    """What torchao's tensors of plain integers become in safetensors, by stored projection; raises `ConfigError`."""
+    """Return the layouts of torchao's tensors of plain integers, by stored projection; raises `ConfigError`."""
     known = ("quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights")
     expect(WHERE, settings, {"quant_method": "torchao"}, known=known)
     layout = IntegerLayout(
@@ -157,7 +157,7 @@ def compressed(where: str, group: Mapping[str, Any], form: str) -> IntegerLayout
 
 
 def targeted(groups: Mapping[str, tuple[Layout, Any]], names: Collection[str]) -> dict[str, Layout]:
-    """The layouts of compressed-tensors' projections, of groups by name with their targets; raises `ConfigError`.
+    """Return the layouts of compressed-tensors' projections, of groups by name and targets; raises `ConfigError`.
 
     One group has all that has its tensors. Of several the one that names a projection has it, as a whole or by a
     regular expression (`re:`), else the one that targets the class Linear.
@@ -183,7 +183,7 @@ def targeted(groups: Mapping[str, tuple[Layout, Any]], names: Collection[str]) -
 
 
 def _rank(place: str, target: str, stem: str) -> int | None:
-    """How closely a target names a projection, 0 for its name; None: not at all."""
+    """Return how closely a target names a projection, 0 for its name; None: not at all."""
     if target.startswith("re:"):
         try:
             return 1 if matches(target[3:], stem) else None
@@ -201,7 +201,7 @@ def _of_all(layout: IntegerLayout, names: Collection[str]) -> dict[str, IntegerL
 
 
 def stems_of(layout: Layout, names: Collection[str]) -> list[str]:
-    """The projections that have the tensors of a layout, in order."""
+    """Return the projections that have the tensors of a layout, in order."""
     marks = tuple(f".{mark}" for mark in layout.marks)
     return sorted({name[: -len(mark)] for mark in marks for name in names if name.endswith(mark)})
 

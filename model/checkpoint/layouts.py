@@ -89,7 +89,7 @@ class IntegerLayout:
         return integers_in_groups(self.bits, kept, offsets=self.zeros is not None)
 
     def dequantised(self) -> Storage:
-        """The storage of the numbers that integers stand for, which C keeps in the nearest format that it has."""
+        """Return the storage of the numbers meant by integers, which C keeps in the nearest format that it has."""
         cut = f" in groups of {self.group}" if self.group else " by row"
         order = " in the order of activations" if self.order is not None else ""
         return Storage(f"{self.tool} int{self.bits}{cut}{order}", nearest=_NEAREST)
@@ -107,7 +107,7 @@ class Packed:
 
 
 def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: Iterable[Path]) -> dict[str, Layout]:
-    """The layouts of projections, by their stored names, as they really are; raises `ConfigError`.
+    """Return the layouts of projections, by their stored names, as they really are; raises `ConfigError`.
 
     `layouts` are what the settings say of them, `names` the stored tensors.
     """
@@ -137,7 +137,7 @@ def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: I
 
 
 def _described(stem: str, layout: IntegerLayout, told: str | None) -> IntegerLayout:
-    """The layout that torchao's metadata describe: bytes, so a scale's integers may be of any number of bits."""
+    """Return the layout that torchao's metadata describe: bytes, so a scale's integers may be of any number of bits."""
     try:
         described = json.loads(told or "")
         kind, data, tensors = described["_type"], described["_data"], sorted(map(str, described["_tensor_data_names"]))
@@ -157,7 +157,7 @@ def _described(stem: str, layout: IntegerLayout, told: str | None) -> IntegerLay
 
 
 def _inputs(peek: _Peek, stem: str, layout: IntegerLayout) -> int:
-    """How many inputs a projection has if they do not fill their last word, else 0."""
+    """Return how many inputs a projection has if they do not fill their last word, else 0."""
     shape = peek.find(f"{stem}.{_SHAPE}") if _SHAPE in layout.others and layout.words is not None else None
     if shape is None or shape.size != 2 or shape.dtype.kind not in "iu":
         return 0
@@ -212,7 +212,7 @@ class _Peek:
 def pack_projections(
     family: Family, config: ModelConfig, layouts: Mapping[str, Layout]
 ) -> tuple[dict[str, Storage], dict[str, Packed]]:
-    """Which storage the network's projections have, and how each stored one is read.
+    """Return which storage the network's projections have, and how each stored one is read.
 
     What is fused into one projection gets one storage: that which holds all of it, else the numbers themselves.
     """
@@ -245,10 +245,10 @@ def pack_projections(
 
 
 def consumed_names(layouts: Mapping[str, Layout]) -> set[str]:
-    """The stored tensors that are read as others."""
+    """Return the stored tensors that are read as others."""
     return {f"{stem}.{name}" for stem, layout in layouts.items() for name in layout.names}
 
 
 def logical_names(names: Collection[str], layouts: Mapping[str, Layout]) -> frozenset[str]:
-    """The stored tensors as they are read: with a weight for what is packed."""
+    """Return the stored tensors as they are read: with a weight for what is packed."""
     return frozenset({*names} - consumed_names(layouts) | {f"{stem}.weight" for stem in layouts})

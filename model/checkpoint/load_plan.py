@@ -76,7 +76,7 @@ def _of_quantised(family: Family, config: ModelConfig, names: Collection[str]) -
 def stored_projections(
     family: Family, config: ModelConfig, storage: Storage, names: Collection[str]
 ) -> dict[str, Storage]:
-    """Which projections a checkpoint with these tensors stores as `storage`: it has more of them than a weight."""
+    """Return the projections stored as `storage`, told by tensors that a plain weight lacks."""
     stored = {family.canonical(name) for name in names}
     marks = storage.tensors.keys() - FLOAT.tensors.keys()
     rules = [rule for rule in family.rules(config) if isinstance(rule, LinearRule)]

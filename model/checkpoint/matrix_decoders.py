@@ -36,7 +36,7 @@ class StoredMatrix(Protocol):
         """Their scales, float32 `[last - first, groups]`."""
 
     def offsets(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        """What is added to their products, float32 `[last - first, groups]`."""
+        """Return the offsets that are added to products, float32 `[last - first, groups]`."""
 
     def floats(self, reader: TensorReader, first: int, last: int) -> Tensor:
         """Rows of the numbers that are meant, float32 `[last - first, inputs]`."""

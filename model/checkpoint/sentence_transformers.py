@@ -167,7 +167,7 @@ class SentenceSettings:
         return start + len(plain)
 
     def output_size(self, hidden_size: int) -> int:
-        """The number of dimensions of a vector by default."""
+        """Return the number of dimensions of a vector by default."""
         dense = [step.outputs for step in self.steps if isinstance(step, DenseConfig)]
         size = dense[-1] if dense else hidden_size * max(1, len(self.pooling))
         return size if self.truncate_dim is None else min(size, self.truncate_dim)
@@ -363,7 +363,7 @@ def _splade(config: dict[str, Any], where: str) -> SpladeSettings:
 
 
 def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:
-    """The modes by `pooling_mode`, or by the switches `pooling_mode_NAME_tokens` of older folders; the mean without."""
+    """Return the modes of `pooling_mode`, or of older switches `pooling_mode_NAME_tokens`; without any, the mean."""
     named = config.get("pooling_mode")
     if named is not None:
         modes = [named] if isinstance(named, str) else list(named)

@@ -53,7 +53,7 @@ class Quantization:
 
 
 def quantization_of(settings: Any, names: Collection[str] = ()) -> Quantization:
-    """What `quantization_config` says; raises `ConfigError` naming the first setting that is not served.
+    """Return what `quantization_config` says; raises `ConfigError` naming the first setting that is not served.
 
     `names` are the stored tensors'.
     """
@@ -75,7 +75,7 @@ def quantization_of(settings: Any, names: Collection[str] = ()) -> Quantization:
 
 
 def made_for(settings: Any) -> str:
-    """The setting `quantization` that a folder of `triptych quantize` is to be served with; raises `ConfigError`."""
+    """Return the setting `quantization` to serve a folder of `triptych quantize` with; raises `ConfigError`."""
     ours = settings.get(OURS, {}) if isinstance(settings, Mapping) else {}
     expect(f"{WHERE}.{OURS}", ours, {"quantization": ("none", *QUANTIZED_LAYERS)})
     return str(ours.get("quantization", "none"))

@@ -179,7 +179,7 @@ class Admission:
         return Demand(self.saturation(stats), self.waiting_tokens + self._held_tokens, self.wait_seconds())
 
     def saturation(self, stats: EngineStats) -> float:
-        """The load as a fraction of what can run at once, by sequences or by tokens, whichever is larger.
+        """Return the load as a fraction of what can run at once, by sequences or by tokens, whichever is larger.
 
         Above 1 some requests wait. Tokens are those in KV blocks plus those that wait; layers with a window
         have a fraction of their own. Without a KV cache it is the waiting tokens over those of 8 steps.

@@ -102,7 +102,7 @@ def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _kinds(raw: Settings) -> set[str]:
-    """Which scores with positions there are: they count for the scale even where relative attention is off."""
+    """Return which scores with positions there are: they count for the scale even where relative attention is off."""
     found = raw.get("pos_att_type") or []
     kinds = {kind.strip() for kind in (found.lower().split("|") if isinstance(found, str) else found)} - {""}
     if kinds - _KINDS:

@@ -253,7 +253,7 @@ def _sign(path: Path) -> tuple[int, int, int]:
 
 
 def _other_parts(path: Path) -> list[Path]:
-    """The files of a model that follow its first one, as its name counts them."""
+    """Return the files of a model that follow its first one, as its name counts them."""
     shard = SHARD.fullmatch(path.name)
     if shard is None:
         return []

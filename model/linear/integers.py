@@ -160,14 +160,14 @@ class IntegerLinear(CompiledLinear):
         return self.by_triton(x) if len(x) <= MOST else self.by_torch(x)
 
     def by_triton(self, x: Tensor) -> Tensor:
-        """The product of packed weights."""
+        """Return the product of packed weights."""
         from triptych.model.linear.triton_integers import multiply
 
         packed = (self.weight, self.weight_scale, self.weight_offset)
         return multiply(x, *packed, self.bias, self.bits, self.group)
 
     def by_torch(self, x: Tensor) -> Tensor:
-        """The product of weights that become floats in memory first."""
+        """Return the product of weights that become floats in memory first."""
         from triptych.model.linear.triton_integers import dequantized
 
         packed = (self.weight, self.weight_scale, self.weight_offset)

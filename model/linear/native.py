@@ -252,7 +252,7 @@ class DequantizedNativeLinear(DequantizedWhileRead, NativeLinear):
 
 
 def packed_matrix(linear: Linear) -> PackedMatrix:
-    """The matrix of a projection that C computes."""
+    """Return the matrix of a projection that C computes."""
     if not isinstance(linear, NativeLinear):
         raise TypeError(f"{linear.spec.name} is not packed: C has no matrix of it")
     return linear.matrix
@@ -276,19 +276,19 @@ def kernel_of(number_format: NumberFormat) -> Kind:
 
 
 def padded_inputs(kind: Kind, k: int, group: int = 0) -> int:
-    """The k of panels."""
+    """Return the k of panels."""
     return _round_up(k, max(_DEPTHS[kind], group))
 
 
 def packed_bytes(kind: Kind, n: int, k: int, group: int = 0) -> int:
-    """The bytes that the panels of a matrix `[n, k]` take."""
+    """Return the bytes that the panels of a matrix `[n, k]` take."""
     return _round_up(n, PANEL_WIDTH) * padded_inputs(kind, k, group) * 4 // _STEPS[kind]
 
 
 def packed_linear(
     library: Library, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None, group: int = 0
 ) -> NativeLinear:
-    """The projection of a matrix `[n, k]` that is in memory; `kind` None keeps its dtype."""
+    """Return the projection of a matrix `[n, k]` that is in memory; `kind` None keeps its dtype."""
     n, k = weight.shape
     spec = LinearSpec("matrix", k, (Part(n),), bias=bias is not None)
     linear = NativeLinear(spec, KINDS[weight.dtype] if kind is None else kind, weight.dtype, library, group)

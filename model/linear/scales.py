@@ -31,7 +31,7 @@ class StoredScales:
         self.offsets: Tensor | None = None
 
     def tensors(self) -> Mapping[str, TensorShape]:
-        """The tensors of scales and offsets, by their names in the network."""
+        """Return the tensors of scales and offsets, by their names in the network."""
         inputs = 1 if self._inputs else None
         shape = TensorShape(self._shape, outputs=0, inputs=inputs, block=self._inputs or 1)
         return {name: shape for name in (self._name, self._offset_name) if name is not None}

@@ -17,7 +17,7 @@ from triptych.model.system.held_kernels import cdiv, held
 
 @triton.jit
 def _expert_of(starts, num_experts, tile, BLOCK_M: tl.constexpr):
-    """The expert of a tile: those of expert e are numbered from `starts[e] // BLOCK_M + e`."""
+    """Return the expert of a tile: those of expert e are numbered from `starts[e] // BLOCK_M + e`."""
     low = 0
     high = num_experts
     while low + 1 < high:

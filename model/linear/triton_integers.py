@@ -59,7 +59,7 @@ class Tiles:
 
 @triton.jit
 def unpack(packed, DTYPE: tl.constexpr, IN_WORDS: tl.constexpr):
-    """The integers in the low and in the high half of each byte, which are kept plus 8."""
+    """Return the integers in the low and in the high half of each byte, which are kept plus 8."""
     if IN_WORDS and tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
             UNPACK_BFLOAT16, "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -76,7 +76,7 @@ def unpack(packed, DTYPE: tl.constexpr, IN_WORDS: tl.constexpr):
 
 @triton.jit
 def read_weights(at, DTYPE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IN_WORDS: tl.constexpr):
-    """The weights of a span as they are kept, or the first half of them, and both halves as floats."""
+    """Return the weights of a span as they are kept, or the first half of them, and both halves as floats."""
     packed = tl.load(at)
     if BITS == 4:
         first, second = unpack(packed, DTYPE, IN_WORDS)
@@ -116,7 +116,7 @@ def scaled(products, sums, scale, offset, OFFSETS: tl.constexpr):
 
 @triton.jit
 def read_factor(factors, group, output, N):
-    """The scales, or offsets, of a group."""
+    """Return the scales, or offsets, of a group."""
     return tl.load(factors + group * N + output)
 
 

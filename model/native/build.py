@@ -263,7 +263,7 @@ def _cpuinfo() -> str:
 
 
 def _cpu() -> list[str]:
-    """The lines of /proc/cpuinfo that tell this CPU's instructions from another's."""
+    """Return the lines of /proc/cpuinfo that tell this CPU's instructions from another's."""
     lines = _cpuinfo().split("\n\n")[0].splitlines()
     return [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in _CPU_KEYS)]
 

@@ -270,7 +270,7 @@ _pool_of: int | None = None  # the process that OpenMP's threads run in
 
 
 def _num_threads(multiply_adds: int = LARGE) -> c_int64:
-    """The number of threads that compute: one where there is little, as threads would mostly wait for each other.
+    """Return how many threads compute: one where there is little, as threads would mostly wait for each other.
 
     On a busy machine they wait for a CPU too: a model that needs one thread was 3 times slower with two.
 
@@ -315,6 +315,6 @@ def native() -> Library | str:
 
 
 def loaded() -> Library | None:
-    """The library if this process has loaded it: callers that can do without do not wait for a compiler."""
+    """Return the library if this process has loaded it: callers that can do without do not wait for a compiler."""
     found = native() if native.cache_info().currsize else None
     return found if isinstance(found, Library) else None

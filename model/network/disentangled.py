@@ -79,7 +79,7 @@ class DisentangledBias(nn.Module):
             self.query = linear(self._spec("query", hidden_size, True))
 
     def vectors(self, table: Tensor, qkv: Linear) -> RelativeVectors:
-        """The keys and queries of the table's rows `[2 span, d]`; `qkv` projects contents."""
+        """Return the keys and queries of the table's rows `[2 span, d]`; `qkv` projects contents."""
         config, heads = self.config, (self.config.num_heads, self.config.head_dim)
         if not self.shared:
             projected = [None if project is None else project(table) for project in (self.key, self.query)]
@@ -99,7 +99,7 @@ class DisentangledBias(nn.Module):
 
 
 def relative_rows(config: DisentangledConfig, distance: Tensor) -> Tensor:
-    """The table's row of each `query - key`: logarithmic buckets beyond half of the span, as DeBERTa-v2 has them."""
+    """Return the table's row of each `query - key`: logarithmic buckets beyond half of the span, as in DeBERTa-v2."""
     if config.max_distance is not None:
         middle = config.span // 2
         far = distance.abs().clamp(min=middle)

@@ -149,7 +149,7 @@ class PatchEmbedding(nn.Module):
         return torch.cat((before.expand(len(pixels), -1, -1), projected), dim=1).flatten(0, 1)
 
     def _of_any_shape(self, pixels: Tensor) -> Tensor:  # [C, H, W] -> [H / P * W / P, E]
-        """The vectors of one image, each of a patch with all channels of a pixel together."""
+        """Return the vectors of one image, each of a patch with all channels of a pixel together."""
         grid, patch, positions = self.config.grid, self.config.patch, self.positions
         assert grid is not None and positions is not None
         channels, rows, columns = len(pixels), pixels.shape[1] // patch, pixels.shape[2] // patch

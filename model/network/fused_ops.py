@@ -99,7 +99,7 @@ def _norm_add_norm(
 
 
 def _rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """The norm of `OffsetRMSNorm`, of a float32 gain."""
+    """Return the norm of `OffsetRMSNorm`, with a float32 gain."""
     return functional.rms_norm(x.float(), gain.shape, gain, eps).to(x.dtype)
 
 

@@ -144,7 +144,7 @@ class NativePositions:
         self._structures: ctypes.Array[RelativePositions] | None = None
 
     def of_layer(self, layer: Layer) -> int:
-        """The place that this layer's relative positions will have among all."""
+        """Return the place that this layer's relative positions will have among all."""
         self._layers.append(layer)
         return len(self._layers) - 1
 

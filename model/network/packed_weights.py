@@ -226,7 +226,7 @@ class PackedWeights:
         return found
 
     def _digest(self, threads: int) -> str | None:
-        """The content of the files; None if they change meanwhile."""
+        """Return the content of the files; None if they change meanwhile."""
         content = content_digest(self._files, threads)
         if self.cache is None or signs_of(self._files).digest != self._signs.digest:
             return None
@@ -263,7 +263,7 @@ class _Found:
             return str(error)
 
     def arrays(self, holder: _Holder) -> dict[str, Tensor]:
-        """The arrays of a holder as tensors over the file."""
+        """Return the arrays of a holder as tensors over the file."""
         return {name: self._array(name) for name in holder.specs}
 
     def read_ahead(self) -> None:

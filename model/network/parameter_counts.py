@@ -26,7 +26,7 @@ _OF_STACK = {  # outside its layers
 
 
 def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[str, int]:
-    """The number of parameters of every part of a model, by the part's name in words; tied matrices count once.
+    """Return the number of parameters of every part of a model, by the part's name in words; tied matrices count once.
 
     With `each_use` the weights that layers share count once for each of these layers, and of experts those of a token.
     """
@@ -40,7 +40,7 @@ def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[s
 
 
 def _multiplied(config: ModelConfig, name: str, count: int) -> int:
-    """How many numbers of the parameter `name`, which has `count`, a token is multiplied with, in all layers."""
+    """Return how many numbers of the parameter `name`, which has `count`, a token is multiplied with, in all layers."""
     path = name.split(".")
     if path[0] in config.stacks and path[1] == "layers" and path[3] == "mlp" and path[4] in ("up", "down"):
         feed_forward = config.stacks[path[0]].distinct_layers[int(path[2])].feed_forward
@@ -50,7 +50,7 @@ def _multiplied(config: ModelConfig, name: str, count: int) -> int:
 
 
 def _uses(config: ModelConfig, name: str) -> int:
-    """How many layers compute with the parameter `name`; 1 for one that is no layer's."""
+    """Return how many layers compute with the parameter `name`; 1 for one that is no layer's."""
     path = name.split(".")
     if path[0] not in config.stacks or path[1] != "layers":
         return 1
@@ -58,7 +58,7 @@ def _uses(config: ModelConfig, name: str) -> int:
 
 
 def part_of(name: str) -> str:
-    """The part that a parameter belongs to, in words."""
+    """Return the part that a parameter belongs to, in words."""
     path = name.split(".")
     if path[0] not in ("encoder", "decoder", "vision", "tower"):
         names = {"tokens": "token table", "source_tokens": "encoder's token table", "patches": "patch embedding"}

@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         return self.linear(spec, lambda: table.weight)
 
     def _head_with_table(self) -> NativeLinear | None:
-        """The head, if its packed matrix has the rows of the token table, which is then not kept."""
+        """Return the head, if its packed matrix has the rows of the token table, which is then not kept."""
         head, others = self.config.head, self.config.masked_head
         if head is None or not (head.tied or head.repeats_table) or (others is not None and others.tied):
             return None

@@ -125,5 +125,5 @@ def rank_device(first: torch.device, rank: int) -> torch.device:
 
 
 def rank_processes_of(model: Transformer) -> RankProcesses | None:
-    """The processes of a model's other ranks; None: it has none."""
+    """Return the processes of a model's other ranks; None: it has none."""
     return model.rank_processes if isinstance(model, Rank0Transformer) else None

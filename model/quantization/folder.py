@@ -223,7 +223,7 @@ def _rows(reader: TensorReader, projection: Projection) -> Iterator[tuple[int, T
 
 
 def _packed(integers: Tensor, projection: Projection) -> Tensor:
-    """The bytes of integers as they are stored: in words they are unsigned, the first in the lowest bits."""
+    """Return the bytes of integers as they are stored: in words they are unsigned, the first in the lowest bits."""
     if not projection.packed:
         return integers
     if projection.bits == 8:
@@ -256,7 +256,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _copied_files(folder: Path, network: Path, weights: Collection[Path]) -> dict[Path, Path]:
-    """The files other than weights, by names within the folder: the tokenizer, settings, modules, texts for people.
+    """Return the files other than weights, by names in the folder: the tokenizer, settings, modules, texts for people.
 
     `network` is the folder of the network's files, `weights` those that were read. Raises `ConfigError` where a link or
     a module's path leads out of the folder: what it leads to was not meant to be in the new one. A snapshot of the

@@ -31,7 +31,7 @@ FLOOR = 0.01  # of the mean, which is added: inputs that the texts leave at rest
 
 
 def read_texts(file: Path) -> list[str]:
-    """The texts of a file, which blank lines divide; raises `ConfigError`."""
+    """Return the texts of a file, which blank lines divide; raises `ConfigError`."""
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -45,7 +45,7 @@ def read_texts(file: Path) -> list[str]:
 def input_moments(
     folder: Path, texts: Sequence[str], projections: Collection[str], dtype: str = "auto"
 ) -> dict[str, Tensor]:
-    """The weight of each input of these projections by name, float32 `[inputs]`, or `[experts, inputs]`.
+    """Return the weight of each input of these projections by name, float32 `[inputs]`, or `[experts, inputs]`.
 
     The model is loaded for it, in floats. Raises `ConfigError`.
     """
@@ -66,7 +66,7 @@ def input_moments(
 
 
 def _pieces(llm: LLM, text: str) -> list[Sequence[int]]:
-    """The tokens of a text, in parts that are not too long."""
+    """Return the tokens of a text, in parts that are not too long."""
     if llm.tokenizer is None:
         raise ConfigError(f"texts: {llm.info.name} has no tokenizer")
     longest = min(TEXT_TOKENS, llm.info.max_model_len - 1)
@@ -124,7 +124,7 @@ class _Sums:
 
 
 def _weights(sums: Tensor, counts: Tensor) -> Tensor:
-    """The weight of each input, from sums of squares `[experts, inputs]` over numbers of rows `[experts, 1]`."""
+    """Return the weight of each input, from sums of squares `[experts, inputs]` over numbers of rows `[experts, 1]`."""
     mean = sums.sum(0) / counts.sum()
     moments = mean
     if len(sums) > 1:

@@ -61,7 +61,7 @@ class Projection:
         return not self.packed or self.shape[1] % (_WORD // self.bits) == 0
 
     def tensors(self) -> dict[str, Described]:
-        """What is written for it: integers, scales and, for packed words, its shape."""
+        """Return what is written for it: integers, scales and, for packed words, its shape."""
         outputs, inputs = self.shape
         scales = -(-inputs // self.group) if self.group else 1
         found = {"scale": Described(f"{self.stem}.weight_scale", "F32", (outputs, scales))}
@@ -74,7 +74,7 @@ class Projection:
 def find_projections(
     checkpoint: Checkpoint, tensors: Mapping[str, TensorSource], form: str, dtype: torch.dtype
 ) -> dict[str, Projection]:
-    """The matrices of layers that `--quantization` of this name keeps as integers, by stored name.
+    """Return the matrices of layers that `--quantization` of this name keeps as integers, by stored name.
 
     Raises `ConfigError` for a model that is not quantised so, and if the tensors do not fit the network.
     """

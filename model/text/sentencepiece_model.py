@@ -111,7 +111,7 @@ def _normalizer(model: SentencePieceModel, message: bytes) -> None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The number and value of each field: an integer, or the bytes of anything else."""
+    """Yield the number and value of each field: an integer, or the bytes of anything else."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -195,7 +195,7 @@ class PictureProcessing(ImageProcessing):
         return columns * side, rows * side
 
     def _by_patches(self, width: int, height: int) -> tuple[int, int]:
-        """The largest sides, rounded up to a patch's, with no more patches than there may be; searched by halving."""
+        """Return the largest sides, rounded up to a patch's, with no more patches than allowed; searched by halving."""
 
         def scaled(scale: float, length: int) -> int:
             return max(self.patch, math.ceil(length * scale / self.patch) * self.patch)
@@ -208,7 +208,7 @@ class PictureProcessing(ImageProcessing):
         return scaled(low, width), scaled(low, height)
 
     def _by_longest(self, width: int, height: int) -> tuple[int, int]:
-        """The picture's sides, or less, rounded up to a block's."""
+        """Return the picture's sides, or less, rounded up to a block's."""
         ratio = max(height / self.most, width / self.most)
         if ratio > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
@@ -237,7 +237,7 @@ class PictureProcessing(ImageProcessing):
         return [*cut, self._at(image, tile, tile)], (rows, columns)
 
     def _longest(self, width: int, height: int) -> tuple[int, int]:
-        """The picture's proportions at the longest side, the other one even; then, if that is too long, reduced."""
+        """Return the sides at the longest side, in proportion, the other one even; if that is too long, reduced."""
         aspect, most = width / height, self.most
         if width >= height:
             width, height = most, int(most / aspect)

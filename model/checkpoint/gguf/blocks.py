@@ -34,7 +34,7 @@ class BlockFormat:
     factors: Callable[[Tensor], Factors]
 
     def values(self, blocks: Tensor) -> Tensor:
-        """What the blocks stand for, float32 `[N, numbers]`."""
+        """Return the numbers that blocks stand for, float32 `[N, numbers]`."""
         scale, offset = self.factors(blocks)
         found = self.integers(blocks).float() * scale.unsqueeze(-1)
         if offset is not None:

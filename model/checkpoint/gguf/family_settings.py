@@ -13,7 +13,7 @@ Raw = Mapping[str, Any]
 
 
 def llama(model: GGUFModel, raw: Raw) -> dict[str, Any]:
-    """Which projections have biases, by their tensors; those of q, k and v alone are a network of Qwen2."""
+    """Read which projections have biases from their tensors; biases of q, k and v alone are a network of Qwen2."""
     found: dict[str, Any] = {"mlp_bias": True} if has(model, ".ffn_down.bias") else {}
     if has(model, ".attn_output.bias"):
         return {**found, "attention_bias": True}
@@ -82,7 +82,7 @@ def t5(model: GGUFModel, raw: Raw) -> dict[str, Any]:
 
 
 def biases(model: GGUFModel, raw: Raw) -> dict[str, Any]:
-    """Which projections have biases, by their tensors."""
+    """Return which projections have biases, by their tensors."""
     return {
         "attention_bias": has(model, ".attn_q.bias"),
         **({"attention_out_bias": has(model, ".attn_output.bias")} if raw["model_type"] == "seed_oss" else {}),

@@ -31,7 +31,7 @@ def _long_words(part: Tensor) -> Tensor:
 
 
 def _nibble_pairs(part: Tensor) -> Tensor:
-    """The lower and the upper half of each byte `[N, count]`, one after the other, `[N, 2 * count]`."""
+    """Return the lower and the upper half of each byte `[N, count]`, one after the other, `[N, 2 * count]`."""
     return torch.stack((part & 15, part >> 4), dim=2).flatten(1)
 
 
@@ -49,7 +49,7 @@ def _eight_signs(sevens: Tensor) -> Tensor:
 
 
 def _packed_signs(words: Tensor) -> Tensor:
-    """The bytes of signs that words of 32 bits `[N, count]` have in four times 7 bits, `[N, 4 * count]`."""
+    """Return the bytes of signs that words of 32 bits `[N, count]` have in four times 7 bits, `[N, 4 * count]`."""
     return _eight_signs((words.unsqueeze(-1) >> torch.tensor([0, 7, 14, 21]) & 127).flatten(1))
 
 
@@ -127,7 +127,7 @@ def iq1_m_factors(blocks: Tensor) -> Factors:
 
 
 def _digits(part: Tensor, run: int, count: int) -> Tensor:
-    """The first `count` digits of base 3 of bytes, which lie run by run."""
+    """Return the first `count` digits of base 3 of bytes, which lie run by run."""
     powers = torch.tensor([3**place for place in range(count)], dtype=torch.uint8).view(1, 1, -1, 1)
     return (part.reshape(len(part), -1, 1, run) * powers).flatten(1)
 

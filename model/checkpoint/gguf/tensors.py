@@ -76,7 +76,7 @@ class _Decoder:
         return rows[:, torch.tensor([order.place(column) for column in range(rows.shape[1])])]
 
     def _decoded(self, rows: Tensor) -> Tensor:
-        """What the bytes of rows stand for; nothing of them is kept."""
+        """Return the numbers that the bytes of rows stand for; nothing of them is kept."""
         if self.type.name in _FLOATS:
             return self._undone(rows.view(_FLOATS[self.type.name]).clone())
         kind, blocks = FORMATS[self.type.name], rows.view(-1, self.type.bytes)

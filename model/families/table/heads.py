@@ -224,7 +224,7 @@ class MaskedHeadTable:
     bias: str  # of the output, which may be called `out`.bias too
 
     def needed(self, *, tied: bool) -> set[str]:
-        """The tensors without which there is no head; empty if they do not tell."""
+        """Return the tensors that a head must have; empty if their absence tells nothing."""
         if not self.dense:
             return set() if tied else {f"{self.out}.weight"}
         out = {self.bias} if tied else {self.bias, f"{self.out}.weight"}
