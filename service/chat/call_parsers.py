@@ -321,11 +321,15 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
     """
     ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
     end: str | None = None
+    said: Callable[[str], None] | None = None  # what the last message was
     while True:
         following = yield from reader.next()
         if following == "":
             return
         if end != "<|start|>" and following not in "< ":  # no header: an answer without channels
+            if said == sink.reasoning:
+                sink.end_reasoning()
+            said = sink.content
             end = yield from reader.until(*ends, emit=sink.content)
             continue
         reader.record()
@@ -337,16 +341,18 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
         reader.drop_record()
         _, _, channel = "".join(head).partition("<|channel|>")
         recipient = _RECIPIENT.search("".join(head))
-        emit = sink.content
-        if recipient is not None and tools and (recipient[1] or recipient[2] in tools):
+        is_call = recipient is not None and bool(tools) and bool(recipient[1] or recipient[2] in tools)
+        emit = sink.reasoning if channel.strip().startswith("analysis") and not is_call else sink.content
+        if said == emit and not is_call:
+            emit("\n")  # between messages of one kind
+        elif said == sink.reasoning:
+            sink.end_reasoning()
+        if recipient is not None and is_call:
             sink.call(recipient[2])
             yield from reader.skip_spaces()
             emit = sink.arguments
-        elif channel.strip().startswith("analysis"):
-            emit = sink.reasoning
+        said = emit
         end = yield from reader.until(*ends, emit=emit)
-        if emit == sink.reasoning:
-            sink.end_reasoning()
 
 
 def functionary(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:

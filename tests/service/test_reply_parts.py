@@ -229,6 +229,18 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ),
     ("harmony", " to=f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [F])),
     ("harmony", "<|channel|>commentary to=browser.open<|message|>{}<|call|>", ("", "{}", [])),
+    ("harmony", "<|channel|>analysis<|message|>hm \n<|end|>Hi", ("hm", "Hi", [])),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>See.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+        ("", "See.\nHi", []),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b\n<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Hi",
+        ("a\nb", "Hi", []),
+    ),
     ("harmony", "<b>Hi", ("", "<b>Hi", [])),
     ("harmony", "Hello", ("", "Hello", [])),
 ]
