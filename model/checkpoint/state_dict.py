@@ -68,7 +68,7 @@ def read_state_dict(path: Path) -> list[SavedTensor]:
     try:
         with path.open("rb") as file:
             found = _from_zip(file) if zipfile.is_zipfile(file) else _from_legacy(file)
-    except Malformed as error:
+    except (Malformed, zipfile.BadZipFile) as error:  # is_zipfile raises the second for an archive of several disks
         raise CheckpointError(f"{path.name} is not a state dict that can be read: {error}") from None
     places: dict[object, SavedTensor] = {}
     for tensor in found:

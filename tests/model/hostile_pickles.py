@@ -100,6 +100,8 @@ def hostile() -> Iterator[bytes]:
     whole = saved(legacy=False)
     yield whole[: len(whole) // 2]
     yield whole.replace(b"PK\x01\x02", b"PK\x01\x03")
+    disks = whole.rindex(b"PK\x06\x07") + 16
+    yield whole[:disks] + b"\x02" + whole[disks + 1 :]
     yield b""
     yield b"PK\x05\x06" + bytes(18)
 

@@ -106,6 +106,15 @@ def test_ids_and_texts_are_transformers(root: Path, name: str) -> None:
     compare(root, name, 250)
 
 
+def test_robertas_mask_takes_the_space_before_it_as_in_published_files(root: Path) -> None:
+    """`transformers` 5 leaves the space to the text where no file tells."""
+    ours = Tokenizer.from_folder(made(root, "roberta"))
+    assert ours is not None
+    plain, ends = ours.encode("a").ids, ours.encode("").ids
+    mask = ours.special_token_id("<mask>")
+    assert ours.encode("a <mask>").ids == (*plain[:-1], mask, ends[-1])
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-legacy", "llama-joined", "gemma"])
 def test_spaces_are_those_of_sentencepieces_own_library(root: Path, name: str) -> None:
     folder = made(root, name)
