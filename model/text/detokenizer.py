@@ -56,6 +56,7 @@ class Detokenizer:
         self._emitted = ""  # the part of context's and held tokens' text that was emitted
         self._cleaner = StreamCleaner() if tokenizer.cleans_up else None
         self._possible_stop = ""  # text that may begin a stop string
+        self._ignored = 0  # of its characters, those of the first tokens: no stop string ends there
         self.stopped: str | None = None
 
     @classmethod
@@ -101,7 +102,9 @@ class Detokenizer:
             return text
         if self._num_tokens > self._min_tokens:
             return self._cut_at_stop(text, final)
-        return self._without_end(text, 0 if final else self._begun(text))  # a stop may go on after the first tokens
+        shown = self._without_end(text, 0 if final else self._begun(text))  # a stop may go on after the first tokens
+        self._ignored = len(self._possible_stop)
+        return shown
 
     def _new_text(self, ids: Sequence[int], *, final: bool = False) -> str:
         text = self._decoded(ids) + (self._held_text() if final else "")
@@ -203,7 +206,8 @@ class Detokenizer:
         return self._tokenizer.decode_part(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
 
     def _cut_at_stop(self, text: str, final: bool) -> str:
-        matches = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        places = ((text.find(stop, max(0, self._ignored - len(stop) + 1)), stop) for stop in self._stop)
+        matches = [(start, stop) for start, stop in places if start >= 0]
         if matches:  # the first one to be complete, so that the size of the deltas does not matter
             start, self.stopped = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
             return text[: start + len(self.stopped) * self._include_stop]
@@ -222,6 +226,7 @@ class Detokenizer:
     def _without_end(self, text: str, held: int) -> str:
         """Hold back the last characters, and return the others."""
         self._possible_stop = text[len(text) - held :]
+        self._ignored = max(0, self._ignored - len(text) + held)
         return text[: len(text) - held]
 
 

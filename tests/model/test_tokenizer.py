@@ -243,6 +243,13 @@ def test_a_stop_string_that_is_complete_after_min_tokens_counts(text: str, shown
     assert "".join(stream(Detokenizer(tokenizer, stop=["#!"], min_tokens=2), ids, sizes * 5)) == shown
 
 
+@pytest.mark.parametrize(("text", "shown"), [("ba!x", "ba!x"), ("ba!#x", "b"), ("baxac", "bax")])
+def test_a_stop_string_within_min_tokens_does_not_count_because_it_begins_another(text: str, shown: str) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tuple(tokenizer.encode(character).ids[0] for character in text)
+    assert "".join(stream(Detokenizer(tokenizer, stop=["a!#", "a"], min_tokens=2), ids, [1] * 9)) == shown
+
+
 def filled(params: SamplingParams, output: TokenOutput) -> tuple[TokenOutput, bool]:
     told = Detokenizer.of(bytes_tokenizer(), params).fill(output)
     return output, told
