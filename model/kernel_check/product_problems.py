@@ -17,9 +17,9 @@ from triptych.model.linear.fp8 import Fp8Linear
 from triptych.model.linear.integers import IntegerLinear
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest error relative to the largest expected value; infinity for nan."""
-    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+def difference(found: Tensor, expected: Tensor, *, least: float = 1e-30) -> float:
+    """Return the largest error relative to the largest expected value, `least` or more; infinity for nan."""
+    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=least)).item()
     return worst if worst == worst else float("inf")
 
 

@@ -23,6 +23,7 @@ from lab.bench.gpu.machine import Bench, need_triton
 from triptych.model.attention.base import AttentionMetadata
 from triptych.model.attention.reference import ReferenceBackend
 from triptych.model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
+from triptych.model.kernel_check.product_problems import difference
 
 _COMPILE_S = 180.0  # that the checks' compilers may take together
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # for outputs of order 1
@@ -120,7 +121,7 @@ def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
         fp8.need_fp8(bench)
     backend, given = TritonBackend(), make_tensors(problem, bench.device, dtype)
     expected = given.copied(torch.float32).forward(ReferenceBackend())
-    found: Figures = {"eager_error": _difference(given.forward(backend), expected)}
+    found: Figures = {"eager_error": difference(given.forward(backend), expected, least=1.0)}
     if bench.cuda:
         found["captured_error"] = _replayed(bench, given, expected)
         seconds = bench.device_seconds(lambda: given.forward(backend))
@@ -128,12 +129,6 @@ def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
         found["tflops"] = problem.flops / seconds / 1e12
     errors = [value for key, value in found.items() if "error" in key]
     return {"ok": max(errors) <= _BOUNDS[dtype], **found}
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest error relative to the largest expected value; infinity for nan."""
-    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
-    return worst if worst == worst else float("inf")
 
 
 def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> float:
@@ -144,7 +139,7 @@ def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> fl
     replay = bench.captured(lambda: out.copy_(given.forward(backend)))
     out.zero_()
     replay()
-    worst = _difference(out, expected)
+    worst = difference(out, expected, least=1.0)
     known, lengths = given.metadata, given.metadata.device_lengths
     if lengths is None or lengths.max_q_len > 1:
         return worst
@@ -155,7 +150,7 @@ def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> fl
     read = AttentionMetadata(known.q_lens, shorter, known.causal, known.device, known.block_tables)
     copied = replace(given.copied(torch.float32), metadata=read)
     lengths.kv_lens.copy_(before)
-    return max(worst, _difference(out, copied.forward(ReferenceBackend())))
+    return max(worst, difference(out, copied.forward(ReferenceBackend()), least=1.0))
 
 
 def _memcheck(bench: Bench) -> Figures:

@@ -14,6 +14,7 @@ from triptych.model.cache.kv_cache import StateTables
 from triptych.model.config.attention import GatedDeltaConfig
 from triptych.model.config.cache import NO_STATE
 from triptych.model.kernel_check.attention_problems import RecurrentProblem, RecurrentStep
+from triptych.model.kernel_check.product_problems import difference
 
 TOY = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)
 # Of outputs, relative to their largest, and of states: rows of 16 bits are multiplied by TF32.
@@ -49,8 +50,8 @@ def _check(bench: Bench, *, problem: RecurrentProblem, dtype: torch.dtype) -> Fi
     step = RecurrentStep(problem, bench.device, dtype)
     tables = StateTables.of(step.spans, triton_delta.CHUNK, bench.device)
     expected, states = step.expected(step.spans)
-    found: Figures = {"eager_error": _apart(step.by_kernels(tables), expected)}
-    found["state_error"] = _apart(step.states.recurrent, states.recurrent)
+    found: Figures = {"eager_error": difference(step.by_kernels(tables), expected, least=1.0)}
+    found["state_error"] = difference(step.states.recurrent, states.recurrent, least=1.0)
     if bench.cuda:
         found["captured_error"] = _replayed(bench, step, tables, expected)
         seconds = bench.device_seconds(lambda: step.by_kernels(tables))
@@ -66,7 +67,7 @@ def _replayed(bench: Bench, step: RecurrentStep, tables: StateTables, expected: 
     replay = bench.captured(lambda: out.copy_(step.by_kernels(tables)))
     out.zero_()
     replay()
-    worst = _apart(out, expected)
+    worst = difference(out, expected, least=1.0)
     if tables.singles is None or tables.chunks is not None:
         return worst
     slots = [span.source for span in step.spans]
@@ -74,10 +75,4 @@ def _replayed(bench: Bench, step: RecurrentStep, tables: StateTables, expected: 
     tables.singles[1].copy_(torch.tensor([span.source for span in spans]))
     expected, _ = step.expected(spans)
     replay()
-    return max(worst, _apart(out, expected))
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """Return the largest error relative to the largest expected value; infinity for nan."""
-    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
-    return worst if worst == worst else float("inf")
+    return max(worst, difference(out, expected, least=1.0))
