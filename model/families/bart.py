@@ -76,8 +76,8 @@ def config(
     return ModelConfig(
         model_type=raw["model_type"],
         embedding=EmbeddingConfig(raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding") else 1.0),
-        encoder=_stack(raw, "encoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
-        decoder=_stack(raw, "decoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
+        encoder=stack(raw, "encoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
+        decoder=stack(raw, "decoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
         head=None if labels is not None else HeadConfig(tied=tied(raw, names), bias=has_bias),
         classifier=labels,
         max_positions=max_positions,
@@ -89,7 +89,7 @@ def config(
     )
 
 
-def _stack(raw: Settings, side: str, position: PositionConfig, *, pre_norm: bool, embed_norm: bool) -> StackConfig:
+def stack(raw: Settings, side: str, position: PositionConfig, *, pre_norm: bool, embed_norm: bool) -> StackConfig:
     """Build the stack of one side, "encoder" or "decoder"."""
     is_decoder = side == "decoder"
     heads = raw[f"{side}_attention_heads"]
@@ -211,7 +211,7 @@ def torch_module(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
     norms = Norms(pre=norm) if raw.get("norm_first", False) else Norms(post=norm)
 
-    def stack(side: str) -> StackConfig:
+    def side_stack(side: str) -> StackConfig:
         layer = LayerConfig(
             mixer=attention,
             cross=attention if side == "decoder" else None,
@@ -231,8 +231,8 @@ def torch_module(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         embedding=EmbeddingConfig(
             raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding", True) else 1.0
         ),
-        encoder=stack("encoder"),
-        decoder=stack("decoder"),
+        encoder=side_stack("encoder"),
+        decoder=side_stack("decoder"),
         head=HeadConfig(tied=tied(raw, names, _TORCH_HEAD), bias=names is None or "generator.bias" in names),
         max_positions=raw.get("max_position_embeddings"),
         bos_token_id=raw.get("bos_token_id"),

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
-from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.attention import AttentionConfig
 from triptych.model.config.model import AudioConfig, EmbeddingConfig, HeadConfig, ModelConfig
 from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
-from triptych.model.families.table.helpers import (
-    activation,
-    affine,
-    ids,
-    ignore_unless,
-    refuse_unless,
-    repeat,
-    split_width,
-    tied,
-)
+from triptych.model.families import bart
+from triptych.model.families.table.helpers import affine, ids, ignore_unless, refuse_unless, tied
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
 
@@ -56,25 +47,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _stack(raw: Settings, side: str, positions: int) -> StackConfig:
-    """Build the stack of one side, "encoder" or "decoder"."""
-    is_decoder = side == "decoder"
-    heads = raw[f"{side}_attention_heads"]
-    dim = split_width(raw["d_model"], heads)
-    attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
-    norm = NormConfig(NormKind.LAYER, 1e-5)
-    layer = LayerConfig(
-        mixer=attention,
-        cross=attention if is_decoder else None,
-        feed_forward=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
-        norms=(Norms(pre=norm),) * (3 if is_decoder else 2),
-    )
-    return StackConfig(
-        layers=repeat(layer, raw[f"{side}_layers"]),
-        hidden_size=raw["d_model"],
-        causal=is_decoder,
-        position=PositionConfig(PositionKind.LEARNED, max_positions=positions),
-        final_norm=norm,
-    )
+    learned = PositionConfig(PositionKind.LEARNED, max_positions=positions)
+    return bart.stack(raw, side, learned, pre_norm=True, embed_norm=False)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
