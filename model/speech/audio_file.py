@@ -13,7 +13,8 @@ belong in a process that can be killed (`triptych.service.speech.audio_pool`).
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ def decode_audio(data: bytes, sampling_rate: int, limits: AudioLimits) -> NDArra
     with np.errstate(over="ignore", invalid="ignore"):  # what becomes too large for float32 is refused
         for block in _blocks(data, limits):
             if isinstance(block, int):
+                if block == rate:
+                    continue
                 if resampler is not None:
                     before, count = before + count / rate, 0
                     mono += _checked_samples(resampler.finish()).tobytes()
@@ -97,22 +100,59 @@ def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float
         return _sound_file_blocks(sound, "FLAC", limits)
     if head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
         return _container_blocks(sound, "aac", "AAC", limits)
-    if len(sound) < len(data) or (head[0] == 0xFF and head[1] & 0xE0 == 0xE0):
-        return _sound_file_blocks(sound, "MP3", limits)
+    if len(sound) < len(data) or _begins_with_mp3(sound):
+        return _mp3_blocks(sound, limits)
     raise AudioError(
         f"not an audio file of {', '.join(FORMATS)} or, with the extra `audio`, {', '.join(EXTRA_FORMATS)}"
     )
 
 
 def _tag_size(data: bytes) -> int:
-    """Return how many bytes a tag of ID3v2 takes that stands before the sound: a title, a picture; 0: there is none."""
+    """Return how many bytes a tag of ID3 takes that stands before the sound: a title, a picture; 0: there is none."""
+    if data[:3] == b"TAG":  # ID3v1, at the end of the first of joined files
+        return 128
     if data[:3] != b"ID3" or len(data) < 10:
         return 0
     size = sum((one & 0x7F) << 7 * place for place, one in enumerate(data[9:5:-1]))
     return 10 + size + 10 * bool(data[5] & 0x10)
 
 
-def _sound_file_blocks(data: bytes, name: str, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+    """Read MP3 to its end; libsndfile stops at the end that the first of several joined files has.
+
+    What is left is read as a file of its own, unless it is none: other tags may stand there.
+    """
+    rest = _with_any_length(data)
+    rest = rest[(yield from _sound_file_blocks(rest, "MP3", limits)) :]
+    while _begins_with_mp3(rest := rest[_tag_size(rest) :]):
+        rest = _with_any_length(rest)
+        try:
+            rest = rest[(yield from _sound_file_blocks(rest, "MP3", limits)) :]
+        except AudioError:
+            return
+
+
+def _with_any_length(data: bytes) -> bytes:
+    """Return MP3 whose first frame says how many follow, at most as many as can be.
+
+    Without it libsndfile guesses by the size of the first frame, and stops there: loud music before speech hides it.
+    """
+    if not _begins_with_mp3(data[:4]) or data[1] & 6 != 2 or re.search(b"Xing|Info|VBRI", data[:200]):  # of layer III alone
+        return data
+    is_first, is_mono = data[1] & 8, data[3] & 0xC0 == 0xC0
+    side = (17 if is_mono else 32) if is_first else (9 if is_mono else 17)
+    rate = (44_100, 48_000, 32_000, 0)[data[2] >> 2 & 3] >> (0 if is_first else 1 if data[1] & 16 else 2)
+    size = (144 if is_first else 72) * 64_000 // (rate or 32_000)
+    head = bytes([0xFF, data[1] | 1, (0x50 if is_first else 0x80) | data[2] & 0x0C, data[3]])  # 64 kbit/s
+    return (head + bytes(side) + b"Xing" + b"\0\0\0\1" + b"\x7f\xff\xff\xff").ljust(size, b"\0") + data
+
+
+def _begins_with_mp3(data: bytes) -> bool:
+    return len(data) > 3 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
+
+
+def _sound_file_blocks(data: bytes, name: str, limits: AudioLimits) -> Generator[int | NDArray[np.float32], None, int]:
+    """Yield what `_blocks` does, and return how many bytes were read."""
     import soundfile  # imported where audio is read: text models do not need it
 
     class Stream(soundfile.SoundFile):  # type: ignore[misc, unused-ignore]
@@ -121,14 +161,15 @@ def _sound_file_blocks(data: bytes, name: str, limits: AudioLimits) -> Iterator[
             return False
 
     try:
-        with Stream(io.BytesIO(data)) as file:
-            yield _checked_rate(file.samplerate, file.channels, file.frames, limits)
+        with Stream(stream := io.BytesIO(data)) as file:
+            yield _checked_rate(file.samplerate, file.channels, 0 if name == "MP3" else file.frames, limits)
             missing = file.frames
             while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
                 missing -= len(block)
                 yield block
             if name == "FLAC" and 0 < missing < _UNKNOWN // 2:
                 raise AudioError("the FLAC file is cut off")
+            return stream.tell()
     except (soundfile.LibsndfileError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, AudioError):
             raise

@@ -312,6 +312,45 @@ def test_a_file_that_begins_with_silence_is_not_taken_for_a_long_one() -> None:
     assert abs(len(decode_audio(file, RATE, LIMITS)) - 19 * RATE) < 3000
 
 
+def mp3(samples: NDArray[np.float32], rate: int = 48_000) -> bytes:
+    """Return MP3 of variable bit rate, whose first frame says how many follow."""
+    file = io.BytesIO()
+    soundfile.write(
+        file,
+        samples,
+        rate,
+        format="MP3",
+        subtype="MPEG_LAYER_III",
+        bitrate_mode="VARIABLE",
+        compression_level=0.5,
+    )
+    return file.getvalue()
+
+
+def without_first_frame(file: bytes) -> bytes:
+    return file[file.index(file[:2], 4) :]
+
+
+def test_mp3_without_its_length_is_read_to_its_end() -> None:
+    """A guess by the first frames, which are large or small, would end a sixth of the way or refuse the file."""
+    loud = np.random.default_rng(0).uniform(-0.9, 0.9, 3 * 48_000).astype(np.float32)
+    quiet = tone(16.0, 48_000, level=0.01)
+    for parts in ((loud, quiet), (quiet, loud)):
+        samples = decode_audio(without_first_frame(mp3(np.concatenate(parts))), RATE, LIMITS)
+        assert abs(len(samples) - 19 * RATE) < 4000
+        assert abs(np.abs(samples[-RATE // 2 :]).max() - np.abs(parts[1]).max()) < 0.3
+
+
+@pytest.mark.parametrize("between", [b"", tag(3000), b"TAG" + bytes(125)], ids=["nothing", "ID3v2", "ID3v1"])
+def test_mp3_files_that_were_joined_are_read_to_the_end(between: bytes) -> None:
+    first, second = mp3(tone(2.0, 48_000)), mp3(tone(1.0, 24_000), 24_000)
+    samples = decode_audio(first + between + second, RATE, LIMITS)
+    assert abs(len(samples) - 3 * RATE) < 2000
+    assert np.argmax(np.abs(np.fft.rfft(samples[-RATE // 2 - 1000 : -1000]))) == 440 // 2
+    with pytest.raises(AudioError, match="longer than"):
+        decode_audio(mp3(tone(12.0, 48_000)) * 2, RATE, LIMITS)
+
+
 def test_a_stream_may_change_its_rate() -> None:
     fast, slow = (container("adts", "aac", tone(2.0, rate), rate) for rate in (48_000, 24_000))
     for file in (fast + slow, slow + fast):
