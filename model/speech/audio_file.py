@@ -122,14 +122,20 @@ def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.f
 
     What is left is read as a file of its own, unless it is none: other tags may stand there.
     """
-    rest = _with_any_length(data)
-    rest = rest[(yield from _sound_file_blocks(rest, "MP3", limits)) :]
-    while _begins_with_mp3(rest := rest[_tag_size(rest) :]):
-        rest = _with_any_length(rest)
+    rest = data
+    while True:
+        whole = _with_any_length(rest)
         try:
-            rest = rest[(yield from _sound_file_blocks(rest, "MP3", limits)) :]
+            used = yield from _sound_file_blocks(whole, "MP3", limits)
         except AudioError:
+            if rest is data:
+                raise
             return
+        left = whole[used:]
+        left = left[_tag_size(left) :]
+        if len(left) >= len(rest) or not _begins_with_mp3(left):
+            return
+        rest = left
 
 
 def _with_any_length(data: bytes) -> bytes:
@@ -137,7 +143,8 @@ def _with_any_length(data: bytes) -> bytes:
 
     Without it libsndfile guesses by the size of the first frame, and stops there: loud music before speech hides it.
     """
-    if not _begins_with_mp3(data[:4]) or data[1] & 6 != 2 or re.search(b"Xing|Info|VBRI", data[:200]):  # of layer III alone
+    is_layer_3 = _begins_with_mp3(data) and data[1] & 6 == 2
+    if not is_layer_3 or re.search(b"Xing|Info|VBRI", data[:200]):
         return data
     is_first, is_mono = data[1] & 8, data[3] & 0xC0 == 0xC0
     side = (17 if is_mono else 32) if is_first else (9 if is_mono else 17)
