@@ -381,7 +381,8 @@ class ModelLoader:
             assert model.task is not None
             return model.task
         if model.state is State.AVAILABLE and model.origin is not Origin.MODELS_DIR:
-            return asyncio.create_task(self._withdraw(model))
+            self._withdraw(model)  # now: a request could begin to load it before a task does
+            return asyncio.create_task(asyncio.sleep(0))
         if model.state is not State.LOADED:
             raise conflict(f"model {name} is {model.state}, not loaded", "model_not_loaded", "name")
         return self.begin_unload(model, "request", self._drain_s if drain_s is None else drain_s)
@@ -429,17 +430,17 @@ class ModelLoader:
             if adapter.state is State.LOADED:  # its load had begun before
                 await asyncio.wait({self.begin_unload(adapter, reason)})
             elif reason == "request" and adapter.state is State.AVAILABLE and adapter.origin is not Origin.MODELS_DIR:
-                await self._withdraw(adapter)
+                self._withdraw(adapter)
         model.task = None
         self._metrics.unloaded(model.name, reason)
         logger.info("%s is unloaded: %s", model.name, reason)
         if reason == "request" and model.origin is not Origin.MODELS_DIR:
-            await self._withdraw(model)
+            self._withdraw(model)
         else:
             model.state = State.AVAILABLE
             model.offer(served.checkpoint)
 
-    async def _withdraw(self, model: Model) -> None:
+    def _withdraw(self, model: Model) -> None:
         """Offer a model that is not loaded no more, until an operator loads it."""
         if model.origin is Origin.REQUEST and not model.with_base:
             self._models.forget(model)

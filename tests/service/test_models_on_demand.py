@@ -184,6 +184,23 @@ def test_a_folder_that_cannot_be_listed_for_a_while_is_said_once_and_looked_at_a
     assert models.scan()
 
 
+def test_a_model_that_an_operator_withdraws_is_loaded_no_more(folder: Path) -> None:
+    app = make(folder)
+    models, loader = app.service.models, app.service.loader
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await load(client, "new", path="one")).status_code == 200
+        await loader.begin_unload(models["new"], "idle")
+        withdrawn = loader.unload("new", None)
+        if (model := models.get("new")) is not None:  # for a request that comes at the same time
+            await asyncio.wait({loader.begin_load(model)})
+        await withdrawn
+        assert "new" not in app.client.models and state(app, "new") is None
+        assert (await generate(client, "new")).status_code == 404
+
+    run(app, work)
+
+
 def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
     app = make(folder, keep_alive_s=0.05)
 
