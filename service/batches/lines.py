@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class LineError:
     param: str | None = None
 
 
-def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, most_bytes: int) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines that are not blank, with their numbers from 1; a longer line is cut to `most_bytes` + 1.
 
     A mark of the order of bytes before the first is left out. Raises `InputLostError`.

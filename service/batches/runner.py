@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from operator import methodcaller
@@ -109,7 +109,7 @@ class BatchRunner:
             task.cancel()
         self._news.set()
 
-    def lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
+    def lines(self, batch: Batch) -> Generator[tuple[int, bytes], None, None]:
         """Yield the numbers and lines of a batch's input file."""
         checker = Checker(batch.endpoint, self._most_body_bytes(batch))
         return read_lines(self.store.path_of(batch.input_file_id), checker.most_line_bytes)
@@ -187,6 +187,10 @@ class BatchRunner:
 
     async def _work(self, batch: Batch) -> None:
         """Bring a batch to its end; without its input file it fails, with the results that it has."""
+        found = await self.store.run(lambda tables: tables.unfinished(batch.id))
+        if found is None:
+            return  # it ended after it was looked at
+        batch = found
         try:
             await self._advance(batch)
         except InputLostError as error:
@@ -302,6 +306,8 @@ class RunningBatch:
             raise LeaseLostError from None
         except* InputLostError as lost:
             raise InputLostError(str(lost.exceptions[0])) from None
+        finally:  # after a cancellation, the garbage collector would close the file at some time
+            await runner.file_thread.run_in_thread(lines.close)
 
     async def _hold(self, number: int, size: int) -> None:
         """Count a line when there is room for it."""

@@ -246,6 +246,12 @@ class Tables:
             self._save(batch)
         return batch
 
+    def unfinished(self, batch_id: str) -> Batch | None:
+        """Return a batch as it is now; None if it has ended."""
+        marks = _marks(ACTIVE)
+        found = self._rows(f"SELECT value FROM batches WHERE id = ? AND status IN ({marks})", batch_id, *ACTIVE)
+        return loaded(found[0][0]) if found else None
+
     def change(self, batch_id: str, act: Callable[[Batch], None]) -> Batch:
         """Change a batch as the holder of the lease. Raises `LeaseLostError`."""
         self._check_lease()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
 import resource
 import shutil
 import sqlite3
@@ -234,6 +236,46 @@ class TestRoom:
             assert await lease() == before and not batches.runner._tasks
 
         run(app, work)
+
+    @pytest.mark.parametrize("status", ["in_progress", "finalizing"])
+    def test_a_batch_that_ends_while_it_is_looked_at_stays_as_it_is(self, status: str, tmp_path: Path) -> None:
+        """Its lines would be sent and counted again, or its output replaced by errors."""
+        app = batch_app(tmp_path)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            done = await ended(client, await begin(client, [line("a"), line("b")]))
+            batches = app.app.state.batches
+            while batches.runner._tasks:
+                await batches.runner._look()
+            [seen] = await batches.store.run(lambda tables: tables.batches("", None, 1))
+            seen.status = status
+            assert await batches.store.run(lambda tables: tables.take_lease())
+            await batches.runner._guarded(seen)
+            assert (await client.get(f"/v1/batches/{done['id']}")).json() == done
+            assert [one["custom_id"] for one in (await results(client, done))[0]] == ["a", "b"]
+
+        run(app, work)
+
+    def test_a_cancelled_batch_closes_its_input(self, tmp_path: Path) -> None:
+        app = batch_app(tmp_path)
+        free = hold_after(app, 0)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            batch = await begin(client, [line(str(at)) for at in range(100)])
+            async with asyncio.timeout(30):
+                while not app.client.running:
+                    await asyncio.sleep(0.01)
+            assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 200
+            assert (await ended(client, batch))["status"] == "cancelled"
+            free.set()
+            links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+            assert str(tmp_path / "files" / batch["input_file_id"]) not in links
+
+        gc.disable()
+        try:
+            run(app, work)
+        finally:
+            gc.enable()
 
     def test_info_has_the_limit_of_the_disk(self, tmp_path: Path) -> None:
         async def work(client: httpx.AsyncClient) -> Any:
