@@ -7,6 +7,7 @@ all outputs look alike. A checkpoint is made once a test run: processes that sha
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.model.decoder_rows import (
@@ -44,6 +46,7 @@ from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
 from triptych.model.config.model import AudioConfig, ModelConfig
 from triptych.model.linear.base import linears
 from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
 from triptych.model.native.library import Library, native
 from triptych.model.network.build import plain_parameters
 from triptych.model.network.native_stack import attach_native_stacks, native_linears
@@ -471,6 +474,16 @@ def copied(kind: str, into: Path) -> Path:
     return Path(shutil.copytree(saved(kind).path, into / kind))
 
 
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
 @cache
 def _root() -> Path:
     """Return the folder that all processes of a test run share (tests/workers.py), or one of this process."""
@@ -528,6 +541,15 @@ def native_backends() -> tuple[NativeBackend, ...]:
     """Return the native backend if this machine has it: a library, or GCC and a cache folder."""
     found = native()
     return (NativeBackend(found),) if isinstance(found, Library) else ()
+
+
+def contents(model: Transformer) -> dict[str, Tensor]:
+    """Return the parameters and the packed arrays of a model."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for linear in linears(model):
+        if isinstance(linear, NativeLinear):
+            found |= {f"{linear.spec.name}: {part}": array for part, array in linear.arrays.items()}
+    return found
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.checkpoints import VOCAB, randomise
+from tests.model.checkpoints import VOCAB, edit_json, randomise
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -191,6 +191,10 @@ def _source(into: Path, inner: int) -> Path:
     randomise(model, std=0.1)
     model.save_pretrained(into)
     return into
+
+
+def describe(folder: Path, settings: object) -> None:
+    edit_json(folder / "config.json", quantization_config=settings)
 
 
 def folders(case: Case, root: Path, inner: int = 192) -> tuple[Path, Path]:

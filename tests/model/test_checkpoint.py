@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests.matrix import rest_is_slow
-from tests.model.checkpoints import KINDS, copied, load_native, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import (
+    KINDS,
+    copied,
+    edit_json,
+    edit_tensors,
+    load_native,
+    loaded,
+    native_backends,
+    prompt,
+    saved,
+)
 from tests.model.parity import MECHANISMS, decoder_logits
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -40,16 +49,6 @@ COMPUTED = ("encoder.embed_positions.weight", "decoder.embed_positions.weight")
 
 def read_and_load(path: Path) -> Transformer:
     return load_model(read_checkpoint(path), SdpaBackend())
-
-
-def edit_json(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.decoder_rows import LLAMA
+from tests.model.packers import describe
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
 from triptych.model.api.engine_config import EngineConfig
@@ -160,11 +161,6 @@ def stored(form: str, into: Path) -> tuple[Path, Path]:
     save_file(floats, plain / "model.safetensors")
     describe(folder, settings)
     return folder, plain
-
-
-def describe(folder: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.model.checkpoints import copied, load_native, native_backends, saved
-from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders, quantise, tensors_of
+from tests.model.checkpoints import copied, edit_tensors, load_native, native_backends, saved
+from tests.model.packers import AWQ, CASES, GPTQ, compressed, describe, folders, quantise, tensors_of
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
 from triptych.model.api.engine_config import EngineConfig
@@ -95,7 +95,7 @@ def test_a_matrix_that_is_stored_transposed_as_floats_is_packed_as_any_other(tmp
         del tensors[f"{name}.weight"]
         tensors.update(tensors_of(case, name, found))
 
-    edit(folder, pack)
+    edit_tensors(folder, pack)
     describe(folder, GPTQ)
     model = load_model(read_checkpoint(folder), SdpaBackend())
     assert torch.equal(model.get_parameter("decoder.layers.0.mlp.up.weight"), found.floats)
@@ -167,17 +167,6 @@ def test_ranks_cut_between_groups(tmp_path: Path) -> None:
         assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def describe(folder: Path, settings: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def test_what_is_left_out_stays_floats_within_a_fused_matrix_too(tmp_path: Path) -> None:
     stored, plain = folders(CASES["gptq"], tmp_path)
     name = "model.layers.0.self_attn.q_proj"
@@ -188,7 +177,7 @@ def test_what_is_left_out_stays_floats_within_a_fused_matrix_too(tmp_path: Path)
             del tensors[f"{name}.{tensor}"]
         tensors[f"{name}.weight"] = floats
 
-    edit(stored, left_out)
+    edit_tensors(stored, left_out)
     describe(stored, {**GPTQ, "dynamic": {r"-:.*\.q_proj": {}}})
     checkpoint = read_checkpoint(stored)
     assert checkpoint.config.stored_as["decoder.layers.0.attn.qkv"].scale is None
@@ -202,10 +191,10 @@ def test_a_bias_that_the_network_has_not_may_be_stored_if_it_is_zero(tmp_path: P
     stored, _ = folders(CASES["gptq"], tmp_path)
     name = "model.layers.0.mlp.up_proj.bias"
     expected = load_model(read_checkpoint(stored), SdpaBackend()).state_dict()
-    edit(stored, lambda tensors: tensors.update({name: torch.zeros(192, dtype=torch.float16)}))
+    edit_tensors(stored, lambda tensors: tensors.update({name: torch.zeros(192, dtype=torch.float16)}))
     found = load_model(read_checkpoint(stored), SdpaBackend()).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-    edit(stored, lambda tensors: tensors[name].fill_(0.5))
+    edit_tensors(stored, lambda tensors: tensors[name].fill_(0.5))
     with pytest.raises(CheckpointError, match=f"extra: {name}"):
         load_model(read_checkpoint(stored), SdpaBackend())
 
@@ -268,8 +257,8 @@ def test_of_several_groups_the_closest_target_counts(tmp_path: Path) -> None:
 
         return change
 
-    edit(stored, exchange(wide))
-    edit(plain, exchange(wide_plain))
+    edit_tensors(stored, exchange(wide))
+    edit_tensors(plain, exchange(wide_plain))
     targets = ["re:.*mlp[.]down_proj$", "model.layers.0.self_attn.k_proj"]
     describe(stored, mixed((["Linear"], compressed()), (targets, compressed(num_bits=8, group_size=128))))
     found = read_checkpoint(stored).config.stored_as
@@ -323,13 +312,13 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
     stored, plain = folders(case, tmp_path)
     floats = load_file(plain / "model.safetensors")
     found = quantise(floats["lm_head.weight"], case)
-    edit(plain, lambda tensors: tensors.update({"lm_head.weight": found.floats}))
+    edit_tensors(plain, lambda tensors: tensors.update({"lm_head.weight": found.floats}))
 
     def pack(tensors: dict[str, Tensor]) -> None:
         del tensors["lm_head.weight"]
         tensors.update(tensors_of(case, "lm_head", found))
 
-    edit(stored, pack)
+    edit_tensors(stored, pack)
     ours, theirs = (load_model(read_checkpoint(one), SdpaBackend()).state_dict() for one in (stored, plain))
     assert torch.equal(ours["head.weight"], theirs["head.weight"])
     model = load_native(read_checkpoint(stored), native_backends()[0].library)

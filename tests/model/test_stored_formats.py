@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.checkpoints import copied, load_native, native_backends, saved
+from tests.model.checkpoints import copied, edit_tensors, load_native, native_backends, saved
+from tests.model.packers import describe
 from tests.model.parity import decoder_logits, decoder_prompts, hidden_states
 from tests.parallel.ranks import on_ranks
 from triptych.model.api.engine_config import EngineConfig
@@ -145,18 +146,6 @@ def in_fp8(
     return stored, plain
 
 
-def describe(folder: Path, quantization: dict[str, Any] | None) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 @needs_native
 @pytest.mark.parametrize("kind", ["llama-gqa", "bert"])
 def test_stored_integers_are_packed_as_quantised_ones(kind: str, tmp_path: Path) -> None:
@@ -277,11 +266,11 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
         tensors[f"{name}.weight"] = floats
         del tensors[f"{name}.weight_scale"], tensors[f"{name}.input_scale"]
 
-    edit(stored, left_out)
+    edit_tensors(stored, left_out)
     assert "decoder.layers.0.mlp.down" not in read_checkpoint(stored).config.stored_as
     model = load_model(read_checkpoint(stored), SdpaBackend())
     assert torch.equal(model.get_parameter("decoder.layers.0.mlp.down.weight"), floats)
-    edit(stored, lambda tensors: tensors.update({f"{name}.weight": numbers}))
+    edit_tensors(stored, lambda tensors: tensors.update({f"{name}.weight": numbers}))
     with pytest.raises(CheckpointError, match=f"numbers of 8 bits have no scales: {name}.weight"):
         load_model(read_checkpoint(stored), SdpaBackend())
     describe(plain, FP8["by row"][0])
@@ -440,7 +429,7 @@ def test_integers_and_scales_are_part_of_the_bijection(tmp_path: Path) -> None:
 
     def refusal(change: Callable[[dict[str, Tensor]], None], quantization: dict[str, Any] | None = QUANTIZATION) -> str:
         folder = quantised("llama-gqa", tmp_path / str(len(list(tmp_path.iterdir()))))
-        edit(folder, change)
+        edit_tensors(folder, change)
         describe(folder, quantization)
         with pytest.raises(CheckpointError) as error:
             load_model(read_checkpoint(folder), SdpaBackend())

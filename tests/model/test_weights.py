@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.matrix import rest_is_slow
-from tests.model.checkpoints import KINDS, copied, copy_weights, load_native, native_backends, saved
+from tests.model.checkpoints import KINDS, contents, copied, copy_weights, load_native, native_backends, saved
 from tests.model.parity import MECHANISMS, hidden_states
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, qwen3, sparse_checkpoint
 from triptych.model.attention.sdpa import SdpaBackend
@@ -22,9 +22,7 @@ from triptych.model.checkpoint.tensor_files import TensorReader, read_headers
 from triptych.model.engine.model_info import weight_bytes
 from triptych.model.engine.planning.memory_plan import plan_weights
 from triptych.model.errors import CheckpointError
-from triptych.model.linear.base import linears
 from triptych.model.linear.factory import LinearFactory
-from triptych.model.linear.native import NativeLinear
 from triptych.model.native.library import Kind
 from triptych.model.network.build import build_model
 from triptych.model.network.embeddings import PackedTable, TokenTable
@@ -34,14 +32,6 @@ from triptych.model.network.weights import load_model
 from triptych.model.system.host_memory import available_memory
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
-
-
-def contents(model: Transformer) -> dict[str, torch.Tensor]:
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for linear in linears(model):
-        if isinstance(linear, NativeLinear):
-            found |= {f"{linear.spec.name}: {part}": array for part, array in linear.arrays.items()}
-    return found
 
 
 def takes_what_was_planned(model: Transformer, planned: int) -> None:

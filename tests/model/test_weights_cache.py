@@ -17,20 +17,17 @@ import pytest
 import torch
 
 from tests.digests import FORMATS, digest
-from tests.model.checkpoints import native_backends, saved
+from tests.model.checkpoints import contents, native_backends, saved
 from tests.model.sparse import QWEN3_4B, sparse_checkpoint
 from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint import content, packed_file
 from triptych.model.checkpoint.content import content_digest
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.checkpoint.weights_cache import WeightsCache
-from triptych.model.linear.base import linears
 from triptych.model.linear.factory import LinearFactory
-from triptych.model.linear.native import NativeLinear
 from triptych.model.native.library import Library
 from triptych.model.network import packed_weights
 from triptych.model.network.packed_weights import PackedWeights
-from triptych.model.network.transformer import Transformer
 from triptych.model.network.weights import load_model
 from triptych.model.system.host_memory import available_memory
 from triptych.model.system.mapped_file import MappedFile
@@ -66,18 +63,10 @@ def started(folder: Path, checkpoint: Path, linear: LinearFactory | None = None,
     return weights.outcome
 
 
-def arrays(model: Transformer) -> dict[str, torch.Tensor]:
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for linear in linears(model):
-        if isinstance(linear, NativeLinear):
-            found |= {f"{linear.spec.name}: {part}": array for part, array in linear.arrays.items()}
-    return found
-
-
 def assert_loads(weights: PackedWeights, checkpoint: Path) -> None:
     """Assert that the weights are those that a start without a cache has."""
-    found = arrays(weights.load())
-    expected = arrays(load_model(read_checkpoint(checkpoint), SdpaBackend(), weights.network.linear))
+    found = contents(weights.load())
+    expected = contents(load_model(read_checkpoint(checkpoint), SdpaBackend(), weights.network.linear))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
