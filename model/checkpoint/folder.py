@@ -60,7 +60,7 @@ from triptych.model.families import family_for, find_family, read_settings
 from triptych.model.families.table.heads import token_classifier
 from triptych.model.families.table.token_rules import within_vocabulary
 from triptych.model.gguf.container import read_gguf
-from triptych.model.gguf.paths import gguf_path
+from triptych.model.gguf.paths import gguf_path, is_gguf
 from triptych.model.speech.log_mel import LogMel, read_log_mel
 from triptych.model.system.folder_files import has_file
 from triptych.model.vision.pictures import PictureProcessing
@@ -99,6 +99,11 @@ class Checkpoint:
     def network_path(self) -> Path:
         """The folder with the network's files: of a sentence-transformers folder it may be that of the first module."""
         return self.path if self.network is None else self.network
+
+    @property
+    def described_by(self) -> str:
+        """What describes the network, in errors."""
+        return "its metadata" if is_gguf(self.weight_files[0]) else "config.json"
 
     @property
     def lacks_for_speech(self) -> str:

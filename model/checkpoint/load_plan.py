@@ -21,11 +21,15 @@ few = partial(listed, most=2, longest=80)  # names of tensors
 
 
 def plan_load(
-    family: Family, config: ModelConfig, sources: Mapping[str, Shape], targets: Mapping[str, Shape]
+    family: Family,
+    config: ModelConfig,
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
+    settings: str = "config.json",
 ) -> list[tuple[str, TensorRule]]:
     """Pairs of stored tensor name and rule, duplicates last; raises `CheckpointError` unless every parameter is filled.
 
-    `sources` are the stored tensors' shapes, `targets` the parameters'.
+    `sources` are the stored tensors' shapes, `targets` the parameters'; `settings` names what describes the network.
     """
     stored = family.by_rule_name(sources, tied=config.is_tied)  # a rule may take what is dropped otherwise
     rules = [rule for rule in family.tensor_rules(config) if rule.target in targets or not _kept_in_head(config, rule)]
@@ -41,7 +45,7 @@ def plan_load(
     whole = {rule.source for rule in present if rule.part is None}  # or what is left of it is of no use
     extra += _unread(rule for rule in present if rule.source not in whole and not family.drops(rule.source))
     problems = {"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled}
-    _raise_all(problems, _hint(missing, sources))
+    _raise_all(settings, problems, _hint(missing, sources))
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
 
 
@@ -117,13 +121,13 @@ def _unread(rules: Iterable[TensorRule]) -> list[str]:
     return [f"{name} ({len(left)} rows)" for name, left in rows.items() if left]
 
 
-def _raise_all(problems: Mapping[str, list[str]], hint: str) -> None:
+def _raise_all(settings: str, problems: Mapping[str, list[str]], hint: str) -> None:
     longest = {"misshaped": 140}  # a name and two shapes
     found = [
         f"{kind}: {few(sorted(set(names)), longest=longest.get(kind, 80))}" for kind, names in problems.items() if names
     ]
     if found:
-        raise CheckpointError(f"the tensors do not fit config.json; {'; '.join(found)}{hint}")
+        raise CheckpointError(f"the tensors do not fit {settings}; {'; '.join(found)}{hint}")
 
 
 def _hint(missing: Collection[str], names: Collection[str]) -> str:

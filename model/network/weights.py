@@ -74,7 +74,7 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
     whole = model if alone else build_model(config, model.backend, replace(linear, collective=None))
     shapes, slices = tensor_shapes(whole), shard_slices(whole, linear.shard)
     stored = tensor_sources(checkpoint)
-    rules = plan_tensors(config, stored, shapes)
+    rules = plan_tensors(config, stored, shapes, checkpoint.described_by)
     zeros = family_for(config).zero_rules(config)
     return WeightSources(stored, rules, zeros, shapes, slices, kept_table_dtype(stored, rules, linear))
 
@@ -111,15 +111,19 @@ def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table
 
 
 def plan_tensors(
-    config: ModelConfig, stored: Mapping[str, TensorSource], shapes: Mapping[str, Shape]
+    config: ModelConfig,
+    stored: Mapping[str, TensorSource],
+    shapes: Mapping[str, Shape],
+    settings: str = "config.json",
 ) -> list[tuple[str, TensorRule]]:
     """Return which stored tensor fills which parameter, by headers; raises `CheckpointError` if any does not fit."""
-    plan = plan_load(family_for(config), config, {name: tensor.shape for name, tensor in stored.items()}, shapes)
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    plan = plan_load(family_for(config), config, found, shapes, settings)
     for holds in dict.fromkeys(rule.holds for _, rule in plan):
         strange = [name for name, rule in plan if rule.holds is holds and not stored[name].holds(holds)]
         if strange:
-            found = few([f"{name} ({stored[name].kind})" for name in strange])
-            raise CheckpointError(f"expected {holds or 'floating point'}, found {found}")
+            kinds = few([f"{name} ({stored[name].kind})" for name in strange])
+            raise CheckpointError(f"expected {holds or 'floating point'}, found {kinds}")
     bare = [name for name, rule in plan if rule.holds is None and stored[name].kind.startswith("F8")]
     if bare and config.stored_as:
         raise CheckpointError(f"numbers of 8 bits have no scales: {few(bare)}")

@@ -85,7 +85,7 @@ def find_projections(
             f"{checkpoint.path.name} is quantised already: its projections are stored as {stored_as.name}"
         )
     network = build_model(config, ReferenceBackend(), native_linears(config, dtype, None, quantization=form))
-    plan_tensors(config, tensors, tensor_shapes(network))
+    plan_tensors(config, tensors, tensor_shapes(network), checkpoint.described_by)
     kept = {
         linear.spec.name: linear
         for linear in linears(network)

@@ -218,6 +218,12 @@ def test_positions_of_a_roberta_begin_at_zero(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in after if name != table)
 
 
+def test_tensors_that_do_not_fit_are_told_with_the_metadata(tmp_path: Path) -> None:
+    file = converted("llama", tmp_path, feed_forward_length=("UINT32", 24))
+    with pytest.raises(ConfigError, match="the tensors do not fit its metadata; misshaped: "):
+        load_model(read_checkpoint(file), SdpaBackend())
+
+
 def test_factors_of_llama_3_are_the_same(tmp_path: Path) -> None:
     paths = (saved("llama-llama3").path, converted("llama-llama3", tmp_path))
     made, read = (read_checkpoint(path).config.decoder.layers[0].attention.position for path in paths)  # type: ignore[union-attr]

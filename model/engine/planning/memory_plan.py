@@ -61,7 +61,7 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     if linear.collective is not None:
         model = build_model(config, backend, linear)
     stored = tensor_sources(checkpoint)
-    plan = plan_tensors(config, stored, tensor_shapes(whole))
+    plan = plan_tensors(config, stored, tensor_shapes(whole), checkpoint.described_by)
     table = kept_table_dtype(stored, plan, linear)
     parts: Counter[str] = Counter()
     for name, parameter in plain_parameters(model).items():
