@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anthropic
 import httpx2
@@ -33,7 +32,7 @@ from tests.service.picture_chats import (
     url_of,
     words,
 )
-from tests.service.support import App, live
+from tests.service.support import live
 from tests.service.test_bad_requests import check_error
 
 
@@ -282,8 +281,7 @@ def test_the_playground_takes_pictures(folder: Path, tmp_path: Path, answer: tup
     (tmp_path / "one.jpg").write_bytes(FILES[1])
     shown = "return document.querySelectorAll('{} img').length"
     (tmp_path / "profile").mkdir()
-    served = cast(App, SimpleNamespace(app=app, service=app.state.service))
-    with live(served) as url, chromium(tmp_path / "profile") as browser:
+    with live(app) as url, chromium(tmp_path / "profile") as browser:
         browser.open(url)
         eventually(lambda: browser.text(".model b"))
         assert browser.run("return document.getElementById('picture').checkVisibility()")

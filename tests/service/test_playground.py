@@ -8,8 +8,6 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import httpx
 import pytest
@@ -277,7 +275,7 @@ def test_rank_documents(browser: Browser, app: App) -> None:
 @with_browser
 def test_fill_a_mask(browser: Browser) -> None:
     app = encode_app("bert-masked")
-    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as url:
+    with live(app) as url:
         _open(browser, url, "bert-masked")
         browser.click("#tasks label:nth-child(3) input")
         assert "[MASK]" in browser.run("return document.querySelector('.text textarea').value")

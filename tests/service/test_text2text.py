@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +16,7 @@ from tests.engine.test_published_folders import GENERATORS, published
 from tests.engine.thread_transport import ThreadTransport
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_generation_defaults import TASKS
-from tests.service.support import App, live
+from tests.service.support import live
 from tests.service.test_bad_requests import check_error
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -57,7 +56,7 @@ def url(models: dict[str, Model]) -> Iterator[str]:
         ServedModel(kind, read_checkpoint(folder), tokenizers[kind], config) for kind, (folder, _, _) in models.items()
     )
     app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())
-    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as address:
+    with live(app) as address:
         yield address
 
 

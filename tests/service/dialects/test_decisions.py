@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from tests.checkpoints import bert, llama
 from tests.engine.thread_transport import ThreadTransport
 from tests.service.dialects.support import CALLS, TURNS
-from tests.service.support import App, live, until
+from tests.service.support import live, until
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.client.async_engine import AsyncEngine
@@ -81,7 +80,7 @@ def client(folders: dict[str, Path]) -> Iterator[openai.OpenAI]:
     served = [read_model(one) for one in specs]
     engine = AsyncEngine(specs, ThreadTransport, {one.name: one.tokenizer for one in served})
     app = create_app(engine, Models(served), ServiceSettings())
-    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as url:
+    with live(app) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, encode_app, hf_tokenizer, pipeline, reference_logits
-from tests.service.support import App, live
+from tests.service.support import live
 from tests.service.test_bad_requests import check_error
 
 pytestmark = pytest.mark.usefixtures("hub_client")
@@ -27,7 +26,7 @@ TEXTS = [TEXT, "the cat sat", "a mat"]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     app = encode_app(*KINDS)
-    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as address:
+    with live(app) as address:
         yield address
 
 

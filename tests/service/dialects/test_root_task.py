@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, encode_app, pipeline
-from tests.service.support import App, ask, live, make_app
+from tests.service.support import ask, live, make_app
 from tests.service.test_heads import FILES, pixel_values
 from triptych.service.dialects.root_task import RootBody, RootTask
 
@@ -26,7 +25,7 @@ KINDS = ("bert", "bert-masked", "bert-entities", "bert-answers", "bert-nli", "vi
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     app = encode_app(*KINDS)
-    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as address:
+    with live(app) as address:
         yield address
 
 
