@@ -202,7 +202,7 @@ def _container_blocks(data: bytes, demuxer: str, name: str, limits: AudioLimits)
                 declared = 0.0
             rate = _checked_rate(stream.rate, stream.channels, int(declared * stream.rate), limits)
             yield rate
-            for frame in container.decode(stream):
+            for frame in _frames(container, stream, may_be_cut=name == "AAC"):
                 channels = frame.layout.nb_channels
                 if channels > limits.channels:
                     raise _too_many_channels(channels, limits)
@@ -214,6 +214,22 @@ def _container_blocks(data: bytes, demuxer: str, name: str, limits: AudioLimits)
         if isinstance(error, AudioError):
             raise
         raise AudioError(f"the audio file is no {name} file that can be decoded: it is broken or cut off") from None
+
+
+def _frames(container: Any, stream: Any, *, may_be_cut: bool) -> Iterator[Any]:
+    """Yield the frames of a stream, which `may_be_cut` within the last one, as recordings of a radio are."""
+    import av
+
+    failed: Exception | None = None
+    for packet in container.demux(stream):
+        if failed is not None and packet.size:
+            raise failed
+        try:
+            yield from packet.decode()
+        except av.FFmpegError as error:
+            if not may_be_cut:
+                raise
+            failed = error
 
 
 def _floats(samples: NDArray[Any], channels: int) -> NDArray[np.float32]:

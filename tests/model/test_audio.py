@@ -312,6 +312,16 @@ def test_a_file_that_begins_with_silence_is_not_taken_for_a_long_one() -> None:
     assert abs(len(decode_audio(file, RATE, LIMITS)) - 19 * RATE) < 3000
 
 
+def test_a_stream_may_end_within_a_frame_and_not_go_on_after_a_broken_one() -> None:
+    file = container("adts", "aac", np.random.default_rng(0).uniform(-0.9, 0.9, 2 * 48_000).astype(np.float32))
+    for size in (len(file) - 10, len(file) // 2 + 5):
+        samples = decode_audio(file[:size], RATE, LIMITS)
+        assert abs(len(samples) - 2 * RATE * size / len(file)) < 2000
+    half = len(file) // 2
+    with pytest.raises(AudioError, match="broken"):
+        decode_audio(file[:half] + bytes(range(256)) * 20 + file[half:], RATE, LIMITS)
+
+
 def mp3(samples: NDArray[np.float32], rate: int = 48_000) -> bytes:
     """Return MP3 of variable bit rate, whose first frame says how many follow."""
     file = io.BytesIO()
