@@ -6,22 +6,36 @@ from collections.abc import Sequence
 
 from triptych.service.http.json_replies import Json
 
+_MOST_BYTES = 64
+
 
 def token_texts(text: str, entries: Sequence[Json]) -> list[tuple[str, Json]]:
     """Divide the text of an output among its tokens; a token that is not shown, or only later, has none of it."""
     texts, at = [""] * len(entries), 0
     parts = list[int]()  # tokens since the last text that are parts of characters
+    known = b""  # their bytes
     for place, entry in enumerate(entries):
         word = entry["text"]
         if "\ufffd" in word:
             parts.append(place)
+            known += bytes(entry.get("bytes") or ())
+            if (whole := _text_of(known)) and text.startswith(whole, at):
+                texts[place], at, parts, known = whole, at + len(whole), [], b""
         elif word and (begin := text.find(word, at, at + len(parts) + len(word))) >= 0:
             if parts:
                 texts[parts[-1]] = text[at:begin]
-            texts[place], at, parts = word, begin + len(word), []
+            texts[place], at, parts, known = word, begin + len(word), [], b""
     if entries:
         texts[parts[-1] if parts else -1] += text[at:]
     return list(zip(texts, entries, strict=True))
+
+
+def _text_of(known: bytes) -> str:
+    """Return the text of bytes; empty if they are not whole characters, or more than a few tokens have."""
+    try:
+        return known.decode() if len(known) <= _MOST_BYTES else ""
+    except UnicodeDecodeError:
+        return ""
 
 
 class ContentTokens:

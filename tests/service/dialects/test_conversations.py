@@ -187,6 +187,9 @@ def test_tokens_of_a_piece() -> None:
     assert [text for text, _ in token_texts("Hi é!", parted)] == ["Hi", "", " ", "", "é", "!", ""]
     assert [text for text, _ in token_texts("Hi é", parted[:5])] == ["Hi", "", " ", "", "é"]
     assert token_texts("held Hi", parted[:1]) == [("held Hi", parted[0])] and token_texts("", parted[:1])[0][0] == ""
+    bytes_ = [{"text": "\ufffd", "bytes": [byte]} for byte in "ü😀".encode()]
+    assert [text for text, _ in token_texts("ü", bytes_)] == ["", "ü", "", "", "", ""]  # the other is a stop text
+    assert [text for text, _ in token_texts("ü😀", bytes_)] == ["", "ü", "", "", "", "😀"]
     tokens = ContentTokens()
     for text, one in zip(("<a>", "\n\nHi", " ", "é", "!<", "b>"), told, strict=True):
         tokens.add(text, one)
