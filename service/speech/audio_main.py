@@ -38,7 +38,8 @@ def memory(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Answer requests until the other side closes."""
-    for library in ("soundfile", "av", "av.subtitles.stream"):  # now, as no file can be opened later: `av.open` imports
+    # Now, as no file can be opened later: `av.open` imports the third, and for subtitles the last one.
+    for library in ("soundfile", "av", "av.subtitles.stream", "av.subtitles.codeccontext"):
         with suppress(ImportError):
             importlib.import_module(library)
     worker_main.serve_forking(answer, memory)

@@ -50,13 +50,24 @@ def test_a_process_returns_the_same_samples(worker: AudioWorker) -> None:
         np.testing.assert_allclose(worker.decode(file, 16_000), expected, rtol=0, atol=1e-6)
 
 
+SUBTITLES = """[Script Info]
+[V4+ Styles]
+Format: Name
+Style: Default
+[Events]
+Format: Layer, Start, End, Style, Name, MarginL, MarginR, MarginV, Effect, Text
+"""
+
+
 def encoded(form: str, codec: str) -> bytes:
-    """Return two seconds of a tone in a container."""
+    """Return two seconds of a tone in a container, of Matroska with subtitles."""
     av = pytest.importorskip("av", reason="the extra `audio` is not installed")
     made, seconds = io.BytesIO(), np.arange(2 * 48_000) / 48_000
     tone = (0.5 * np.sin(2 * np.pi * 440 * seconds)).astype(np.float32)
     with av.open(made, "w", format=form) as output:
         stream = output.add_stream(codec, rate=48_000, layout="stereo")
+        if form == "matroska":
+            output.add_stream("subrip").codec_context.subtitle_header = SUBTITLES.encode()
         frame = av.AudioFrame.from_ndarray(np.stack((tone, tone)), format="fltp", layout="stereo")
         frame.sample_rate = 48_000
         for part in (frame, None):
