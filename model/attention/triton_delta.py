@@ -102,7 +102,7 @@ def _prompts(
     )
     block_k, block_v = _padded(key_dim), _padded(value_dim)
     recurrent, kept = (states.recurrent, states.convolution) if states is not None else (None, None)
-    # Of rows of 16 bits products take TF32's 11; where errors of one enter the next, in the inverse, all of float32's.
+    # Rows of 16 bits are multiplied in TF32 (11 bits); in the inverse, where errors add up, in all bits of float32.
     exact = inputs.dtype is torch.float32
     heads_of = {"KEY_HEADS": key_heads, "HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "CHUNK": CHUNK}
     solve_chunks[(count, heads)](

@@ -47,7 +47,7 @@ SETTINGS = table(
         *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp"),
-        # What is returned, which a request says.
+        # Forms of the result, which a request chooses.
         *("num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
         *("return_dict_in_generate", "transformers_version"),
         "pad_token_id",  # of batches; that of config.json may be part of the network's positions
@@ -61,7 +61,7 @@ SPEECH_SETTINGS = table(  # that only Whisper's generation_config.json has
         "forced_decoder_ids",
     ),
     warned=("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "condition_on_prev_tokens"),
-    # Of a call, which the reference only keeps there.
+    # Arguments of a call, which the reference only keeps there.
     unused=("force_unique_generate_call", "return_token_timestamps", "num_frames", "prompt_condition_type"),
     neutral={
         "compression_ratio_threshold": (2.4,),

@@ -157,5 +157,5 @@ FORMATS = {
     "int4-g128": WeightFormat(integers(_I4, 128), _HEAD, _LOST.format(10)),
     "fp8": WeightFormat(NumberFormat(NumberKind.FLOAT8, NumberKind.FLOAT8), None, ""),
 }
-# What layers and the head are kept in, in integers: C and Triton multiply them, `triptych quantize` writes them.
+# The formats of layers and head that C and Triton multiply as integers, and that `triptych quantize` writes.
 QUANTIZED_LAYERS = {name: (one.layers, one.head) for name, one in FORMATS.items() if one.head is not None}

@@ -62,7 +62,7 @@ from triptych.model.vision.processing import ImageProcessing
 if TYPE_CHECKING:
     from triptych.model.parallel.rank_processes import RankProcesses
 
-# What is told of parts of a model that torch computes because their kernels are broken.
+# Messages about parts of a model that torch computes because their kernels are broken.
 _REPLACED = {
     kernel_faults.PREPARATION: "queries and keys are prepared in several kernels",
     kernel_faults.RECURRENCE: "recurrent layers are torch's",

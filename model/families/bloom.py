@@ -22,7 +22,7 @@ from triptych.model.families.table.rules import Family, Interleaved, Rule
 from triptych.model.families.table.stored_names import StoredNames
 
 _OLDER = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-# Of training, or of kernels that are as good as others.
+# Keys of training, and of the choice between equal kernels.
 _UNUSED = (
     *("pretraining_tp", "slow_but_exact", "seq_length", "offset_alibi", "attention_softmax_in_fp32"),
     *("bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv", "n_inner"),

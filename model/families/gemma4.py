@@ -54,7 +54,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(model, embedding=replace(model.embedding, scale=size**0.5), head=head)
 
 
-# What the 12B does not have, whatever a file says: its class knows neither.
+# Parts that the 12B lacks, whatever a file says: its class knows neither key.
 _WITHOUT: dict[str, object] = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
 
 

@@ -71,14 +71,14 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return with_attention(base, qk_norm=base.decoder_stack.final_norm, turns_first=True)
 
 
-# What the code in published folders of HunYuan reads beyond the reference's class, by the value that is computed.
+# Keys that HunYuan's own code reads and the reference's class does not, with the only value that is computed.
 _OWN_CODE = {
     **dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb", "norm_topk_prob"), True),
     **dict.fromkeys(("use_cla", "use_mla", "position_embedding_xdrope", "group_limited_greedy", "mlp_bias"), False),
     **dict.fromkeys(("moe_drop_tokens", "moe_random_routing_dropped_token", "add_classification_head"), False),
     **{"norm_type": "rms", "num_shared_expert": 1, "routed_scaling_factor": 1.0, "moe_layer_num_skipped": 0},
 }
-# Of images, of classifiers that are not stored, and of what is switched off above.
+# Keys of images, of classifiers that are not stored, and of parts that are switched off above.
 _OWN_CODE_UNUSED = (
     *("im_*", "image_*", "text_*_id", "vit_*", "anyres_*", "video_*", "num_media_embeds", "mask_init_id"),
     *("class_num", "pool_type", "skip_cls_token", "dense_list", "pad_id", "cla_share_factor"),

@@ -29,7 +29,7 @@ from triptych.model.families.table.rules import Family
 from triptych.model.families.table.stored_names import StoredNames
 
 _POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
-# Of training, of how `transformers` computes, and what old files say in other words too.
+# Keys of training, of how `transformers` computes, and old spellings of other keys.
 _WITHOUT_EFFECT = (
     *("initializer_cutoff_factor", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn"),
     *("reference_compile", "repad_logits_with_grad", "layer_norm_eps"),

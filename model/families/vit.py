@@ -78,7 +78,7 @@ def deit(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-# Of training, and of what is given to other networks.
+# Keys of training, and of vectors for other networks.
 _UNUSED = (
     *("layerscale_value", "drop_path_rate", "apply_layernorm", "reshape_hidden_states", "use_mask_token"),
     *("out_features", "out_indices", "stage_names", "num_register_tokens"),

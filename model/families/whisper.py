@@ -16,7 +16,7 @@ from triptych.model.families.table.helpers import affine, ids, ignore_unless, re
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
 
-# Of training, of classifiers of sounds, and of generation: a request says what its decoder begins with.
+# Keys of training, of sound classifiers, and of generation: a request says what its decoder begins with.
 _OTHERS = (
     *("apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob"),
     *("mask_feature_length", "mask_feature_min_masks", "use_weighted_layer_sum", "classifier_proj_size"),

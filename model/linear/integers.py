@@ -22,7 +22,7 @@ from triptych.model.linear.scales import DequantizedWhileRead, StoredScales
 
 # -- Rounding of floats to integers in groups that share a scale, by the rules of the C kernels (`quantise.c`).
 
-# What the number with the largest absolute value becomes before it is rounded and cut off at -8 and 7.
+# Values that are tried for the largest number of a group, before rounding to -8 ... 7.
 _LARGEST = (-8, -7, -7.25, -7.5, -7.75, -8.25, -8.5, -8.75, -9, -9.25, -6.75, -6.5, 7, 6.75, 7.25, 7.5, 6.5, 7.75)
 _LEAST = 1e-30  # a group without anything larger is zeros
 

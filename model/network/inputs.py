@@ -50,13 +50,13 @@ class StackInput:
     # Instead of token ids normalised images, [B, channels, size, size] or [channels, height, width] of each.
     pixels: Tensor | Sequence[Tensor] | None = None
     frames: Tensor | None = None  # [B, mel bins, frames] instead of token ids, log-mel energies
-    # The same by the tables of the others; of a tower, what `windowed` layers attend by.
+    # The metadata by the tables of the other pools; in a tower, that of `windowed` layers.
     other_pools: tuple[AttentionMetadata, ...] = ()
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one
     contexts: Tensor | None = None  # [T] the length that each row is rotated for (LongRoPE); None: its segment's
     states: tuple[StateSpan, ...] = ()  # which states the rows of recurrent layers go on from, if there is a cache
-    # Of a recorded step the same on the device: each row's number, and the slots that it reads and writes.
+    # The states of a recorded step, on the device: each row's number, the slot that it reads, the slot that it writes.
     single_states: Tensor | None = None  # [3, T]
     # The coordinates of each row's position, where rotary positions have sections; None: all are its position.
     coordinates: Tensor | None = None  # [coordinates, T]

@@ -128,8 +128,7 @@ class NativeStack:
         self._num_pools = max(pool_of_layers(stack.config)) + 1
         self._kept: list[Tensor] = []
         self._cache: tuple[KVCache, ctypes.Array[KVPages], ctypes.Array[LayerStates]] | None = None
-        # Of the stack or of layers.
-        self._score_biases: list[BucketBias | AlibiBias] = [] if stack.bias is None else [stack.bias]
+        self._score_biases: list[BucketBias | AlibiBias] = [] if stack.bias is None else [stack.bias]  # or of layers
         self._bias_arrays: list[Tensor] = []  # of each: `[H, width]`, or slopes `[H]`
         self._bias_width = 0
         dtype = stack.distinct_layers[0].mlp.up.dtype

@@ -34,7 +34,7 @@ from triptych.model.quantization.projections import Projection, describe, find_p
 from triptych.model.quantization.safetensors_file import Described, SafetensorsFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
-# What the new folder has in another form, or has not: the network's weights in all formats, and how they are stored.
+# Files that are not copied: the network's weights in all formats, and the settings of how they are stored.
 _REPLACED = (
     *(*SAFETENSORS, *PICKLES, "consolidated*", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot"),
     *("*.index.json", "quantize_config.json", "quant_config.json", "config.json"),

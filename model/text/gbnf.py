@@ -48,7 +48,7 @@ class _Sets:
         self._first = dict.fromkeys(names, 0)
         self.follow = dict.fromkeys(names, 0)
         self._more: dict[int, tuple[Node, int]] = {}
-        # What was found of nodes, by identity: those of groups within groups are asked for again and again.
+        # Results for nodes, by identity: those of groups within groups are asked for many times.
         self._nullable_of: dict[int, tuple[Node, bool]] = {}
         self._first_of: dict[int, tuple[Node, int]] = {}
         for _ in range(_MAX_PASSES):

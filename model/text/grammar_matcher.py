@@ -43,7 +43,7 @@ CACHED_SECONDS = 20.0  # of processor time that was spent on cached grammars, wh
 # and other sequences wait for it. So what a mask takes beyond `SLOW_MASK` counts `SLOW_FACTOR` times.
 MASK_SECONDS, MASK_SECONDS_PER_TOKEN = 2.0, 0.005
 SLOW_MASK, SLOW_FACTOR = 0.02, 10
-# What llguidance says of its limits, and what is said instead.
+# Messages of llguidance about its limits, and the messages that replace them.
 _LIMITS = {
     "too many states": "counts and lengths are too large together",
     "too many expressions": "an expression is too complex",
@@ -264,7 +264,7 @@ def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
     return Matcher(_Compiled(grammar, vocabulary)).with_stop_tokens(())
 
 
-# What llguidance says of a whole schema, and what is said instead. A translated schema meets no other of its refusals.
+# Messages of llguidance about a whole schema, with replacements. A translated schema meets no other of its refusals.
 _OF_SCHEMAS = {
     "patternProperty regexes": "patternProperties whose patterns may match the same name are not served",
     "Unsatisfiable schema": "no value is accepted by the schema",

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from triptych.model.checkpoint.gguf import grid_blocks as grids
 
-# What the 4 bits of IQ4_NL and IQ4_XS stand for.
+# The values of the 4 bits of IQ4_NL and IQ4_XS.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
-# Twice what the 4 bits of MXFP4 stand for: a sign, 2 bits of exponent and 1 of fraction.
+# Twice the values of the 4 bits of MXFP4: a sign, 2 bits of exponent and 1 of fraction.
 _E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 
 Factors = tuple[Tensor, Tensor | None]  # scales and offsets, float32 [N, groups]; None: there are no offsets

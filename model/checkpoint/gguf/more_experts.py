@@ -28,7 +28,7 @@ _SCORED_KEYS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
 }
-# What llama.cpp takes where a key is missing.
+# The defaults of llama.cpp.
 _SCORED = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
 _SCORED_NAMES = {
     **with_experts("mlp", "gate", shared="shared_experts"),

@@ -30,7 +30,7 @@ from triptych.model.system.background_work import Work, finish
 from triptych.model.system.devices import to_device
 from triptych.model.system.fallbacks import summary
 
-# What is recorded, in words.
+# The kinds of recorded steps, in words.
 DECODE_STEPS, PROMPT_STEPS, BATCHES = "decode steps", "steps with prompts", "batches to encode"
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
 REGULAR = 16

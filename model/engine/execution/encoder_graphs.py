@@ -132,7 +132,7 @@ class EncoderGraphs:
         row = self._row[: size.integers]
         row.copy_(pack_texts(size, []))
         inputs, model = self._inputs(size, row), self._model
-        # Of the class, as other ranks would have to be told of a call of `model` itself.
+        # The class's methods: other ranks would have to be told of a call of `model` itself.
         return self._record(
             lambda: Transformer.decode(model, inputs) if model.encoder is None else Transformer.encode(model, inputs)
         )

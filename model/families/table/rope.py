@@ -13,7 +13,7 @@ from triptych.model.errors import ConfigError, listed, shown
 from triptych.model.families.table.raw_config import Settings
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# What the library computes with, by type; it warns of other settings.
+# The settings that the library computes with, by type; it warns of others.
 _KNOWN = {
     "default": _COMMON,
     "linear": _COMMON | {"factor"},

@@ -15,7 +15,7 @@ from triptych.model.errors import ConfigError
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, Rule
 
-# What the whole says of the text too, which then holds.
+# Keys of the whole that replace those of its text part.
 _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "architectures"),
     *("id2label", "num_labels", "problem_type"),

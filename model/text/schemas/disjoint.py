@@ -26,7 +26,7 @@ class Comparison:
         """`before` has compared some of them, and knows what is in long lists."""
         self._document = document
         self._steps = _STEPS
-        # What is in lists of the document, by their identity.
+        # The contents of lists of the document, by their identity.
         self._known: dict[tuple[str, int], Any] = {} if before is None else before._known
 
     def are_disjoint(self, first: Iterable[Place], second: Iterable[Place], depth: int = _DEPTH) -> bool:
