@@ -10,6 +10,7 @@ generative AI (gen-ai-spans, gen-ai-metrics). Neither contains a prompt, an outp
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the convention has no term for scores or labels
-_CLOSE_MS = 3_000  # for the last metrics, if the collector is away
+_CLOSE_MS = 3_000  # for what remains, if the collector is away
 _ERROR = "engine_failed"  # the one failure of an accepted request
 _CHAT = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"})
 
@@ -51,10 +52,11 @@ class Telemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         resource = Resource.create({"service.name": "triptych", "service.version": version})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(spans))
         self._tracer = self._provider.get_tracer("triptych", version)
-        self._meters = MeterProvider([PeriodicExportingMetricReader(metrics)], resource, AlwaysOffExemplarFilter())
+        readers = [PeriodicExportingMetricReader(metrics)]
+        self._meters = MeterProvider(readers, resource, AlwaysOffExemplarFilter(), shutdown_on_exit=False)
         meter = self._meters.get_meter("triptych", version)
         self._duration, self._first_token, self._each_token, self._tokens = (
             meter.create_histogram(name, unit, explicit_bucket_boundaries_advisory=bounds)
@@ -138,9 +140,12 @@ class Telemetry:
         span.end(end)
 
     def close(self) -> None:
-        """Send what remains."""
-        self._provider.shutdown()
+        """Send what remains, for at most `_CLOSE_MS`."""
+        end = time.monotonic() + _CLOSE_MS / 1000
+        spans = threading.Thread(target=self._provider.shutdown, daemon=True)  # it may wait for half a minute
+        spans.start()
         self._meters.shutdown(_CLOSE_MS)
+        spans.join(max(0.0, end - time.monotonic()))
 
 
 def _operation(context: RequestContext) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
@@ -18,6 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.service.dialects.test_huggingface import judging
 from tests.service.support import make_app, run
 from triptych.model.errors import ConfigError
+from triptych.service.observability import telemetry
 from triptych.service.settings.service_settings import ServiceSettings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -158,3 +161,12 @@ def test_a_bad_parent_is_no_parent(collector: str, sent: str) -> None:
 def test_an_endpoint_is_an_address() -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint must begin with http"):
         ServiceSettings(otlp_endpoint="collector:4318")
+
+
+def test_a_collector_that_does_not_answer_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_CLOSE_MS", 100)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        app = make_app(settings=ServiceSettings(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        began = time.monotonic()
+        assert run(app, lambda client: client.post("/generate", json=GOOD)).status_code == 200
+        assert time.monotonic() - began < 5  # the exporters wait for 10 s at each try
