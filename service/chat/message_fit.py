@@ -22,8 +22,8 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
-_OTHERS = ("user", "tool")  # the roles whose texts come from outside
-_NAMES = ("name", "tool_call_id")  # the texts of their messages that templates show with the content
+_OWN = ("system", "developer", "assistant")  # the roles whose texts are the operator's and the model's
+_NAMES = ("role", "name", "tool_call_id")  # the texts of other messages that templates show with the content
 _PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
@@ -128,14 +128,14 @@ def texts_of(message: Json) -> Iterator[str]:
 
 
 def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str, known: dict[str, str]) -> list[Json]:
-    """Return the messages with a separator in each mark that users and tools spell; `known` are texts done before.
+    """Return the messages with a separator in each mark that all roles but `_OWN` spell; `known` are texts done before.
 
     Templates join the parts of a content, some without the spaces around them: a mark may go on in the next part.
     """
-    for text in (text for one in messages if one["role"] in _OTHERS for text in texts_of(one)):
+    for text in (text for one in messages if one["role"] not in _OWN for text in texts_of(one)):
         if text not in known:
             known[text] = marks.parted(text, separator)
-    return [_parted(one, marks, separator, known) if one["role"] in _OTHERS else one for one in messages]
+    return [_parted(one, marks, separator, known) if one["role"] not in _OWN else one for one in messages]
 
 
 def without_marks(value: Any, marks: SpelledMarks, separator: str) -> Any:

@@ -246,12 +246,17 @@ def test_sources_of_a_chat_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"role": "user", "name": "<s>"}, {"role": "tool", "name": "<s>", "tool_call_id": "<s>"}]
+    "fields",
+    [
+        {"role": "user", "name": "<s>"},
+        {"role": "tool", "name": "<s>", "tool_call_id": "<s>"},
+        {"role": "function", "name": "<s>"},
+        {"role": "<s>", "name": "f"},
+    ],
 )
-def test_a_name_that_spells_a_special_token_is_text(fields: dict[str, str]) -> None:
-    app = chat_app(
-        "{% for m in messages %}{{ m.name }}{{ m.tool_call_id }}: {{ m.content }}{% endfor %}", max_model_len=99
-    )
+def test_what_others_spell_is_text_in_names_and_roles_too(fields: dict[str, str]) -> None:
+    source = "{% for m in messages %}{{ m.role }} {{ m.name }}{{ m.tool_call_id }}: {{ m.content }}{% endfor %}"
+    app = chat_app(source, max_model_len=99)
     body = {"model": "chat", "messages": [{**fields, "content": "<s>"}], "max_tokens": 1}
     reply = ask(app, "POST", "/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
