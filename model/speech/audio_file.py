@@ -17,6 +17,7 @@ import re
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float
     if data[:4] in (b"RIFF", b"RIFX", b"RF64") and data[8:12] == b"WAVE":
         return _sound_file_blocks(_with_data_size(data), "WAV", limits)
     if data[:4] == b"OggS":
-        return _sound_file_blocks(data, "Ogg", limits)
+        return _ogg_blocks(data, limits)
     if data[4:8] == b"ftyp":
         return _container_blocks(data, "mp4", "MP4", limits)
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -115,6 +116,29 @@ def _tag_size(data: bytes) -> int:
         return 0
     size = sum((one & 0x7F) << 7 * place for place, one in enumerate(data[9:5:-1]))
     return 10 + size + 10 * bool(data[5] & 0x10)
+
+
+def _ogg_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+    """Read the links of a chain one after the other, as recordings of a radio have them: libsndfile reads the first."""
+    starts = _ogg_links(data)
+    for start, end in pairwise((*starts, len(data))):
+        try:
+            yield from _sound_file_blocks(data[start:end], "Ogg", limits)
+        except AudioError:
+            if start == starts[0] or start != starts[-1]:  # the last one may be cut off in its header
+                raise
+
+
+def _ogg_links(data: bytes) -> list[int]:
+    """Return where links begin: with one or several pages that begin streams, after others."""
+    starts, at, begins = list[int](), 0, False
+    while data[at : at + 4] == b"OggS" and len(data) > at + 27:
+        before, begins = begins, bool(data[at + 5] & 2)
+        if not starts or (begins and not before):
+            starts.append(at)
+        table = data[at + 27 : at + 27 + data[at + 26]]
+        at += 27 + len(table) + sum(table)
+    return starts or [0]
 
 
 def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:

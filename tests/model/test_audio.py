@@ -361,6 +361,21 @@ def test_mp3_files_that_were_joined_are_read_to_the_end(between: bytes) -> None:
         decode_audio(mp3(tone(12.0, 48_000)) * 2, RATE, LIMITS)
 
 
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_a_chain_of_ogg_is_read_to_its_last_link(subtype: str) -> None:
+    links = [audio_file(tone(1.5, rate), rate, "OGG", subtype) for rate in (48_000, 24_000, 16_000)]
+    samples = decode_audio(b"".join(links), RATE, LIMITS)
+    assert abs(len(samples) - 4.5 * RATE) < 2000
+    for start in range(4000, len(samples) - RATE, 3 * RATE // 2):
+        assert np.argmax(np.abs(np.fft.rfft(samples[start : start + RATE // 2]))) == 440 // 2
+    cut = decode_audio(b"".join(links)[: -len(links[2]) + 200], RATE, LIMITS)
+    assert abs(len(cut) - 3 * RATE) < 2000
+    with pytest.raises(AudioError, match="broken"):
+        decode_audio(links[0] + links[1][:28] + bytes(8) + links[1][36:] + links[2], RATE, LIMITS)
+    with pytest.raises(AudioError, match="longer than"):
+        decode_audio(audio_file(tone(8.0), form="OGG", subtype=subtype) * 3, RATE, LIMITS)
+
+
 def test_a_stream_may_change_its_rate() -> None:
     fast, slow = (container("adts", "aac", tone(2.0, rate), rate) for rate in (48_000, 24_000))
     for file in (fast + slow, slow + fast):
