@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +11,7 @@ from typing import Any
 
 from triptych.model.checkpoint.folder_kind import lfs_pointer
 from triptych.model.errors import ConfigError
-from triptych.model.system.folder_files import has_file, read_file
+from triptych.model.system.folder_files import has_file, parse_json, read_file
 
 # -- Reads the JSON files of a folder.
 
@@ -32,7 +31,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 def read_json_value(path: Path) -> Any:
     content = read_file(path)
     try:
-        return json.loads(content.decode("utf-8"))
+        return parse_json(content)
     except (ValueError, RecursionError) as error:
         if lfs_pointer(path):
             raise ConfigError(f"{path.name}: a Git LFS pointer, not the file itself: run `git lfs pull`") from None

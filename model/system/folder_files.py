@@ -6,12 +6,17 @@ A pipe or a device in place of a file would be read forever.
 from __future__ import annotations
 
 import errno
+import json
+import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from triptych.model.errors import ConfigError
 
 MOST_BYTES = 128 << 20  # the largest file that is read whole; the largest published tokenizer.json has 33 MB
+# The escape of half a character without its other half, if it is no escaped backslash.
+_HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -37,6 +42,14 @@ def has_file(path: Path) -> bool:
     if kind != stat.S_IFREG:
         raise ConfigError(f"{_name(path)} is {_KINDS.get(kind, 'no file')}, expected a file")
     return True
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value of a JSON text; raises `ValueError`, also for half a character, which can be written nowhere."""
+    value = json.loads(content.decode("utf-8"))
+    if _HALF.search(content):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_file(path: Path, *, may_be_empty: bool = False) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from triptych.model.errors import ConfigError
-from triptych.model.system.folder_files import has_file, read_file
+from triptych.model.system.folder_files import has_file, parse_json, read_file
 from triptych.model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
 from triptych.model.text.special_tokens import SpecialTokens, Token, read_special_tokens
 from triptych.model.text.tokenizer_limits import check_cost
@@ -166,7 +165,7 @@ class Files:
             return {}
         content = read_file(self.folder / name)
         try:
-            found = json.loads(content.decode("utf-8"))
+            found = parse_json(content)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.folder.name}: {name} is not valid JSON: {error}") from None
         if not isinstance(found, dict):

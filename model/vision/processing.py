@@ -189,7 +189,8 @@ def _channels(raw: Mapping[str, Any], name: str, count: int, where: str) -> tupl
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that a picture can be computed with: NaN and infinities are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def _side(value: Any, where: str) -> int:

@@ -432,6 +432,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "of the wrong kind",
     ),
     "nested beyond reading": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+    "half a character": (
+        lambda f: (f / "model.safetensors.index.json").write_text(r'{"weight_map": {"a": "\ud83d.safetensors"}}'),
+        "index.json is not valid JSON: .*ud83d",
+    ),
     "a module of no type": (
         lambda f: (f / "modules.json").write_text('[{"type": null}]'),
         "modules.json has None; served are",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def test_an_image_models_processor_is_read_from_either_file(tmp_path: Path) -> N
     for change, message in (
         ({"do_pad": True}, "do_pad = True is not served"),
         ({"image_mean": "grey"}, "image_mean must be numbers"),
+        ({"image_mean": [0.5, 10**400, 0.5]}, "image_mean must be numbers"),
+        ({"rescale_factor": math.nan}, "rescale_factor must be a number"),
         ({"size": {"longest_edge": 3}}, "size must have height and width"),
         ({"size": [3]}, "size must have height and width"),
         ({"size": {"height": 10**9, "width": 8}}, "size must be a number of pixels from 1 to 16384"),
