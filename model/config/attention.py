@@ -70,11 +70,9 @@ class RotaryConfig:
     interleaved: bool = False  # pairs are neighbours (GPT-J); else they are half of `dim` apart (GPT-NeoX, Llama)
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
-    turning: int | None = (
-        None  # how many of `dim` are rotated, those with the shortest wavelengths (Gemma 4); None: all
-    )
+    rotated: int | None = None  # how many of `dim`, those with the shortest wavelengths (Gemma 4); None: all
 
-    # How many pairs of dimensions turn by each coordinate of a position, in this order; empty: all by the same. Of a
+    # How many pairs of dimensions each coordinate of a position rotates, in this order; empty: all by the same. Of a
     # text the coordinates are equal.
     sections: tuple[int, ...] = ()
     in_turn: bool = (
@@ -112,9 +110,9 @@ class RotaryConfig:
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
             raise ConfigError(f"rope scaling {self.scaling} needs the original context")
         if self.sections and not self.in_turn and sum(self.sections) != self.dim // 2:
-            raise ConfigError(f"{self.dim // 2} pairs of dimensions turn by coordinates, found {sum(self.sections)}")
-        if self.turning is not None and (self.turning % 2 or not 0 <= self.turning <= self.dim):
-            raise ConfigError(f"of {self.dim} rotary dimensions an even number turns, found {self.turning}")
+            raise ConfigError(f"coordinates rotate {self.dim // 2} pairs of dimensions, found {sum(self.sections)}")
+        if self.rotated is not None and (self.rotated % 2 or not 0 <= self.rotated <= self.dim):
+            raise ConfigError(f"of {self.dim} rotary dimensions an even number is rotated, found {self.rotated}")
         lists = (self.short_factors, self.long_factors)
         if self.scaling is RopeScaling.LONGROPE and any(len(factors) != self.dim // 2 for factors in lists):
             raise ConfigError(f"longrope needs two lists of {self.dim // 2} factors, found {[*map(len, lists)]}")
@@ -208,7 +206,7 @@ class AttentionConfig:
     softcap: float | None = None  # scores stay between -softcap and softcap
     qk_norm: NormConfig | None = None  # of queries and of keys, before their rotation
     qk_norm_span: NormSpan = NormSpan.HEAD
-    turns_first: bool = False  # queries and keys are rotated before their norms (HunYuan)
+    rotates_first: bool = False  # queries and keys are rotated before their norms (HunYuan)
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
     clip: float | None = None  # projected queries, keys and values stay between -clip and clip (OLMo, MPT)
@@ -236,8 +234,8 @@ class AttentionConfig:
         grows = isinstance(self.position, RotaryConfig) and self.position.growth
         if grows and norms_heads:
             raise ConfigError("queries that grow with their position have no norm of each head")
-        if self.turns_first and not (norms_heads and self.keys_of is None):
-            raise ConfigError("queries and keys that turn first have norms of each head")
+        if self.rotates_first and not (norms_heads and self.keys_of is None):
+            raise ConfigError("queries and keys that are rotated first have norms of each head")
         own = self.keys_of is None and self.value_norm is None
         if self.clip is not None and not (own and (self.qk_norm is None or self.qk_norm_span is NormSpan.ALL_HEADS)):
             raise ConfigError("queries, keys and values with a bound have norms over all heads, or none")

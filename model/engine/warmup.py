@@ -136,7 +136,7 @@ def compile_images(model: Transformer, most_patches: int = 0) -> Work[int]:
             _encode_patches(model, stack, bounds)
             launches += 1
             yield None
-    if model.tower is not None and most_patches:  # rows of pictures turn by coordinates
+    if model.tower is not None and most_patches:  # rows of pictures are rotated by coordinates
         _decode_places(model)
     return launches
 

@@ -115,13 +115,13 @@ def esm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert base.pad_token_id is not None
     norm, offset = encoder.embed_norm, base.pad_token_id + 1
     theta, dim = number(raw, "rope_theta", 10_000.0), encoder.layers[0].attention.head_dim
-    turning = RotaryConfig(dim, theta) if kind == "rotary" else None  # whatever `rope_scaling` says
+    rotation = RotaryConfig(dim, theta) if kind == "rotary" else None  # whatever `rope_scaling` says
     encoder = encoder.with_layers(
-        lambda layer: replace(layer, mixer=replace(layer.attention, position=turning), norms=(Norms(pre=norm),) * 2)
+        lambda layer: replace(layer, mixer=replace(layer.attention, position=rotation), norms=(Norms(pre=norm),) * 2)
     )
     longest = raw["max_position_embeddings"]
     position = PositionConfig()
-    if turning is None:
+    if rotation is None:
         longest -= offset
         position = PositionConfig(PositionKind.LEARNED, max_positions=longest, offset=offset, padding=base.pad_token_id)
     encoder = replace(

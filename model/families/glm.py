@@ -13,7 +13,7 @@ from functools import partial
 from triptych.model.config.layer import Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import turning_neighbours, with_attention, with_layers
+from triptych.model.families.table.decoders import with_attention, with_interleaved_pairs, with_layers
 from triptych.model.families.table.helpers import affine
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import LinearRule, Rule
@@ -27,7 +27,7 @@ def glm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         **dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7),
         **dict(max_position_embeddings=131_072, partial_rotary_factor=0.5),
     )
-    return turning_neighbours(with_attention(llama.config(raw, names, partial=True), out_bias=False))
+    return with_interleaved_pairs(with_attention(llama.config(raw, names, partial=True), out_bias=False))
 
 
 def glm4(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -43,7 +43,7 @@ def ernie4_5(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
     base, bias = llama.config(raw, names), bool(raw.get("use_bias", False))
     base = with_layers(base, feed_forward=replace(base.decoder_stack.layers[0].mlp, bias=bias))
-    return turning_neighbours(with_attention(base, qkv_bias=bias, out_bias=bias))
+    return with_interleaved_pairs(with_attention(base, qkv_bias=bias, out_bias=bias))
 
 
 def helium(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -51,7 +51,7 @@ def helium(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         **dict(head_dim=128, num_key_value_heads=20, rms_norm_eps=1e-8, rope_theta=100_000.0),
         max_position_embeddings=4096,
     )
-    return turning_neighbours(with_attention(llama.config(raw, names), out_bias=False))
+    return with_interleaved_pairs(with_attention(llama.config(raw, names), out_bias=False))
 
 
 def rules(config: ModelConfig, norms: Mapping[str, str] = _NORMS) -> Iterator[Rule]:

@@ -110,11 +110,11 @@ _CORES = 4  # CodeGen's q, v and k are stored for each of the 4 cores that it wa
 def gptj(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, rotary=True, scale_attn_weights=True)
     size, heads, positions = raw["n_embd"], raw["n_head"], raw.get("n_positions", 2048)
-    dim, turning = split_width(size, heads), raw.get("rotary_dim", 64)
+    dim, rotated = split_width(size, heads), raw.get("rotary_dim", 64)
     if raw["model_type"] == "codegen" and heads % _CORES:
         raise ConfigError(f"heads of CodeGen come in fours, found {heads}")
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5))
-    position = RotaryConfig(turning, interleaved=True)
+    position = RotaryConfig(rotated, interleaved=True)
     layer = LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, position=position),
         feed_forward=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),
@@ -137,10 +137,10 @@ def gpt_neox(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     share, theta = number(raw, "rotary_pct", 0.25), number(raw, "rotary_emb_base", 10_000.0)
     # Its class has these two by other names, and does not read the usual ones outside of the rotary settings.
     own = raw.but(rope_theta=None, partial_rotary_factor=None) if raw.follows_class else raw
-    turning = rotary(own, dim, share=share, theta=theta, partial=True)
+    rotation = rotary(own, dim, share=share, theta=theta, partial=True)
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
     layer = LayerConfig(
-        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias, position=turning),
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias, position=rotation),
         feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
         norms=(Norms(pre=norm),) * 2,
         parallel=bool(raw.get("use_parallel_residual", True)),

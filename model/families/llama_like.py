@@ -27,9 +27,9 @@ from triptych.model.errors import ConfigError, shown
 from triptych.model.families import llama
 from triptych.model.families.table.decoders import (
     ExpertNames,
-    turning_neighbours,
     with_attention,
     with_experts,
+    with_interleaved_pairs,
     with_layers,
     with_windows,
 )
@@ -68,7 +68,7 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raw = raw.but(rope_parameters=None, rope_scaling=None, rope_theta=theta * alpha ** (dim / (dim - 2)))
     base = llama.config(raw, names)
     _read_own_code(raw, base)
-    return with_attention(base, qk_norm=base.decoder_stack.final_norm, turns_first=True)
+    return with_attention(base, qk_norm=base.decoder_stack.final_norm, rotates_first=True)
 
 
 # Keys that HunYuan's own code reads and the reference's class does not, with the only value that is computed.
@@ -258,7 +258,7 @@ def cohere(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def _parallel(raw: Settings, names: Collection[str] | None, *, qk_norm: bool) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5), bias=False)
     base = llama.config(raw, names, norm=norm, head_scale=raw.get("logit_scale", 0.0625))
-    base = turning_neighbours(base)
+    base = with_interleaved_pairs(base)
     if qk_norm:
         base = with_attention(base, qk_norm=norm, qk_norm_span=NormSpan.OWN_GAINS)
     return with_layers(base, parallel=True, one_norm=True, norms=(Norms(pre=norm), Norms()))

@@ -22,8 +22,8 @@ from triptych.model.network.positions import rotate
 def prepares_heads(config: AttentionConfig) -> bool:
     """Return whether a backend may prepare a layer's heads: it has norms of heads, a rotation or both, and no more."""
     norms = config.qk_norm is not None and config.qk_norm_span is NormSpan.HEAD
-    turns = isinstance(config.position, RotaryConfig)
-    return (turns or norms) and not (config.query_offset or config.turns_first or config.keys_of is not None)
+    rotates = isinstance(config.position, RotaryConfig)
+    return (rotates or norms) and not (config.query_offset or config.rotates_first or config.keys_of is not None)
 
 
 class SelfAttention(nn.Module):
@@ -85,13 +85,13 @@ class SelfAttention(nn.Module):
             if preparation is not None:
                 mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
                 return self._projected(mixed.flatten(1), gate, step)
-        if config.qk_norm is not None and not self.norms_first and not config.turns_first:
+        if config.qk_norm is not None and not self.norms_first and not config.rotates_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
             q = q + self.offset
         if isinstance(config.position, RotaryConfig):
             q, k = rotate_both(q, k, *step.rotary(config.position), config.position.interleaved)
-        if config.turns_first:
+        if config.rotates_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]

@@ -39,7 +39,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     AttentionConfig: "num_heads num_kv_heads head_dim scale qkv_bias out_bias position window softcap qk_norm "
     "qk_norm_span sinks output_gate value_norm keys_as_values windowed keys_of bounded",
     RotaryConfig: "dim theta scaling factor original_max_positions length low_freq_factor high_freq_factor beta_fast "
-    "beta_slow truncate attention_factor long_attention_factor growth interleaved short_factors long_factors turning "
+    "beta_slow truncate attention_factor long_attention_factor growth interleaved short_factors long_factors rotated "
     "sections in_turn frequencies_again frequencies_in_turn",
     AlibiConfig: "slopes",
     BucketBiasConfig: "num_buckets max_distance shared",
@@ -58,7 +58,7 @@ _WORDS = {  # of settings that are not listed
     "PositionConfig.every_layer": "positions that are added before every layer",
     "LayerConfig.normed_residual": "sums with what its sublayers read",
     "LayerConfig.channel_scales": "learned scales of channels",
-    "AttentionConfig.turns_first": "norms of queries and keys after they turn",
+    "AttentionConfig.rotates_first": "norms of queries and keys after their rotation",
     "AttentionConfig.clip": "bounds of queries, keys and values",
     "MLPConfig.xielu": "xIELU",
     "ExpertsConfig.choice": "a router with biases of its choice",

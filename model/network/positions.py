@@ -52,9 +52,9 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     elif config.scaling is RopeScaling.LONGROPE:
         factors = torch.tensor((config.short_factors, config.long_factors), dtype=plain.dtype, device=device)
         plain = plain / factors
-    if config.turning is not None:
+    if config.rotated is not None:
         plain = plain.clone()
-        plain[..., config.turning // 2 :] = 0.0
+        plain[..., config.rotated // 2 :] = 0.0
     return plain.float()
 
 
@@ -118,15 +118,15 @@ def query_growth(config: RotaryConfig, positions: Tensor) -> Tensor:
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """Return `x` `[T, H, D]` rotated by its positions, so that scores depend only on differences of positions."""
     cos, sin = rotary
-    turning, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    part, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     if interleaved:
-        first, second = turning.unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = part.unflatten(-1, (-1, 2)).unbind(-1)
         across = torch.stack((-second, first), dim=-1).flatten(-2)
     else:
-        first, second = turning.chunk(2, dim=-1)
+        first, second = part.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
-    turned = turning * cos + across * sin
-    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+    rotated = part * cos + across * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def sinusoids_of_distances(length: int, size: int, device: torch.device) -> Tensor:

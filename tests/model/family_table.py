@@ -153,8 +153,8 @@ def _of_stack(stack: StackConfig) -> Iterator[str]:
 def _of_attention(mixer: AttentionConfig) -> str:
     position = mixer.position
     if isinstance(position, RotaryConfig):
-        turning = position.dim if position.turning is None else position.turning
-        return "rotary" if turning == mixer.head_dim else "rotary in part"
+        rotated = position.dim if position.rotated is None else position.rotated
+        return "rotary" if rotated == mixer.head_dim else "rotary in part"
     names = {AlibiConfig: "slopes of scores (ALiBi)", BucketBiasConfig: "bucketed bias"}
     names |= {XLNetRelativeConfig: "relative, with segments", DisentangledConfig: "disentangled"}
     return names.get(type(position), "")

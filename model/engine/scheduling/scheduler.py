@@ -137,7 +137,7 @@ class Scheduler:
         may exceed that by one layer of the encoder, or take it whole if its layers cannot be computed apart.
         """
         output = SchedulerOutput()
-        self._turn_long()
+        self._preempt_long()
         self.pictures.begin(budget.whole_tokens, self.max_num_batched_tokens)
         if self.shares.are_several:
             self._share_places(budget)
@@ -192,7 +192,7 @@ class Scheduler:
         """Return how many more sequences may run."""
         return self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
 
-    def _turn_long(self) -> None:
+    def _preempt_long(self) -> None:
         """Preempt the sequences that have left the short context of LongRoPE: all of their keys change."""
         if self.block_manager.short_context is not None:
             for sequence in list(self.running):
@@ -346,7 +346,7 @@ class Scheduler:
             together = self._together(sequence)
             for one in together:
                 if self._leaves_short_context(one):
-                    one.turn_long()
+                    one.rotate_for_long_context()
             places -= sum(one.num_slots for one in together)
             if gives_way:
                 places = self._give_way(together, places)

@@ -292,7 +292,7 @@ class SequenceState:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
 
-    def turn_long(self) -> None:
+    def rotate_for_long_context(self) -> None:
         """Rotate keys for the long context from now on; no earlier key or hash stays valid."""
         self.rotary_context = self.num_tokens
         self.root_hash = None

@@ -79,8 +79,8 @@ def with_windows(
     return replace(config, decoder=replace(config.decoder_stack, layers=chosen))
 
 
-def turning_neighbours(config: ModelConfig) -> ModelConfig:
-    """Return a decoder-only model whose rotary positions turn pairs of neighbours."""
+def with_interleaved_pairs(config: ModelConfig) -> ModelConfig:
+    """Return a decoder-only model whose rotary positions rotate pairs of neighbours."""
     position = config.decoder_stack.layers[0].attention.position
     assert isinstance(position, RotaryConfig)
     return with_attention(config, position=replace(position, interleaved=True))

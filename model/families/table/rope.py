@@ -49,7 +49,7 @@ def rotary(
     share = _share(raw, scaling, kind, share, partial=partial)
     base = number(scaling, "rope_theta", number(raw, "rope_theta", theta))
     if kind == "proportional":
-        return _proportional(raw, scaling, RotaryConfig(head_dim, base, turning=2 * int(share * head_dim // 2)))
+        return _proportional(raw, scaling, RotaryConfig(head_dim, base, rotated=2 * int(share * head_dim // 2)))
     plain = RotaryConfig(int(head_dim * share), base, interleaved=interleaved)
     growth = number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0
     if kind == "default":
