@@ -6,12 +6,13 @@ back incomplete UTF-8 characters and text that may begin a stop string.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 
 from triptych.model.api.request import FinishReason, TokenOutput
 from triptych.model.api.sampling_params import LineStop, SamplingParams
 from triptych.model.text.decoders import StreamCleaner
-from triptych.model.text.line_stops import LineWatch
 from triptych.model.text.tokenizer import REPLACEMENT, Tokenizer
 
 LINE_STOP = ""  # the stop reason of an output that a `LineStop` ended
@@ -42,7 +43,7 @@ class Detokenizer:
         """`shown_special_ids`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._lines = None if line_stop is None else LineWatch(line_stop)
+        self._lines = None if line_stop is None else _LineWatch(line_stop)
         self._stops = bool(stop) or line_stop is not None
         self._include_stop = include_stop
         self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
@@ -236,3 +237,29 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
+
+
+class _LineWatch:
+    """Finds the line break where a growing text ends: before a line with too little indent, or once it is late."""
+
+    def __init__(self, stop: LineStop) -> None:
+        self._seconds = stop.seconds
+        self._began: float | None = None
+        spaces = f"\n[ \t]{{0,{stop.indent - 1}}}" if stop.indent else "(?!)"
+        self._short_line = re.compile(rf"({spaces})[^ \t]")
+        self._possible = re.compile(rf"(?:{spaces})\Z")
+
+    def end(self, text: str) -> int | None:
+        """Return where the text ends; None if it goes on. `text` begins with what was held back before."""
+        now = time.monotonic()
+        began = self._began = now if self._began is None else self._began
+        short = self._short_line.search(text)
+        if short is not None:
+            return short.end(1)
+        late = self._seconds and now - began > self._seconds
+        return text.find("\n") + 1 or None if late else None
+
+    def held(self, text: str) -> int:
+        """Return how many last characters may belong to a line that is indented too little."""
+        found = self._possible.search(text)
+        return 0 if found is None else len(found[0])
