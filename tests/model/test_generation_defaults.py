@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 
@@ -256,6 +257,8 @@ def test_unknown_settings_are_named_once(tmp_path: Path) -> None:
         ({"decoder_start_token_id": [2, 3]}, "decoder_start_token_id with several ids is not served"),
         ({"sequence_bias": [[[5]]]}, "sequence_bias must be pairs"),
         ({"sequence_bias": {"5": 1.0}}, "sequence_bias must be pairs"),
+        ({"sequence_bias": [[[5], 10**400]]}, "sequence_bias must be pairs"),
+        ({"sequence_bias": [[[5], math.nan]]}, "sequence_bias must be pairs"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_file_and_key(

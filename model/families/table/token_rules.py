@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -65,9 +66,16 @@ def _biases(value: object) -> Iterator[tuple[tuple[int, ...], float]]:
         tokens, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         if isinstance(tokens, str) and _TUPLE.fullmatch(tokens):
             tokens = [int(one) for one in tokens.strip("()").split(",") if one.strip()]
-        if not isinstance(tokens, list) or not tokens or type(bias) not in (int, float):
+        if not isinstance(tokens, list) or not tokens or not _is_bias(bias):
             raise ConfigError(f"sequence_bias must be pairs of a list of token ids and a number, found {pair!r}"[:200])
         yield ids(tokens, "sequence_bias"), float(bias or 0)
+
+
+def _is_bias(value: object) -> bool:
+    """Whether it can be added to a logit; infinities can."""
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return type(value) is int and abs(value) < 1 << 100
 
 
 def within_vocabulary(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
