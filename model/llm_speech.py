@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,9 @@ from triptych.model.text.tokenizer import Tokenizer
 
 
 def samples_of(audio: str | Path | bytes | NDArray[np.float32], rate: int) -> NDArray[np.float32]:
-    """Return mono samples at `rate` of a file, by its path or its bytes; raises `ConfigError` for a bad file."""
+    """Return mono samples at `rate` of a file, by its path or its bytes, or those given; raises `ConfigError`."""
     if isinstance(audio, np.ndarray):
-        return audio
+        return _checked(audio)
     place, limits = "" if isinstance(audio, bytes) else f"{audio}: ", AudioLimits(seconds=24 * 3600, file_bytes=1 << 32)
     try:
         return decode_audio(audio if isinstance(audio, bytes) else Path(audio).read_bytes(), rate, limits)
@@ -33,6 +34,16 @@ def samples_of(audio: str | Path | bytes | NDArray[np.float32], rate: int) -> ND
         raise ConfigError(f"{place}{error.strerror}") from None
     except AudioError as error:
         raise ConfigError(f"{place}{error}") from None
+
+
+def _checked(samples: NDArray[Any]) -> NDArray[np.float32]:
+    """Return samples of a caller; raises `ConfigError` for what other libraries return and is no such sound."""
+    if samples.dtype.kind != "f" or samples.ndim != 1:
+        found = f"{samples.dtype} of shape {samples.shape}"
+        raise ConfigError(f"audio: samples must be mono, [n], and floating-point numbers from -1 to 1, found {found}")
+    if not len(samples) or not np.isfinite(samples).all():
+        raise ConfigError("audio: there are no samples" if not len(samples) else "audio: samples are no numbers")
+    return samples.astype(np.float32, copy=False)
 
 
 def transcribe(

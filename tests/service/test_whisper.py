@@ -145,6 +145,19 @@ def test_an_audio_file_is_its_path_or_its_bytes(llm: LLM, tmp_path: Path) -> Non
         llm.transcribe(file)
 
 
+def test_samples_are_mono_and_floating_point(llm: LLM) -> None:
+    greedy, samples = SpeechOptions(temperatures=(0.0,), language="en"), noise(1.0)
+    assert llm.transcribe(samples.astype(np.float64), greedy).text == llm.transcribe(samples, greedy).text
+    for wrong, words in (
+        (np.stack((samples, samples), axis=1), r"float32 of shape \(16000, 2\)"),
+        ((samples * 32767).astype(np.int16), r"int16 of shape \(16000,\)"),
+        (samples[:0], "there are no samples"),
+        (np.full(100, np.nan, np.float32), "samples are no numbers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            llm.transcribe(wrong, greedy)
+
+
 def test_pieces_join_to_the_text_and_chunks_are_decoded(llm: LLM) -> None:
     pieces: list[Piece] = []
     found = llm.transcribe(noise(5.0), SpeechOptions(temperatures=(0.0,)), pieces.append)
