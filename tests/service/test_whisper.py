@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,7 +186,7 @@ def url() -> Iterator[str]:
     models = Models([ServedModel("speech", checkpoint, tokenizer, config)])
     engine = AsyncEngine([ModelSpec("speech", str(SPEECH), config)], ThreadTransport, {"speech": tokenizer})
     app: Any = create_app(engine, models, ServiceSettings())
-    with live(SimpleNamespace(app=app, service=app.state.service)) as found:  # type: ignore[arg-type]
+    with live(app) as found:
         yield found
 
 
