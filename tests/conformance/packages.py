@@ -5,6 +5,7 @@ An sdist's metadata is prepared by pip, which runs the package's build backend i
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,8 @@ class Packages:
 
 
 def _pip_download(requirement: str, folder: Path, *, source: bool = False) -> None:
-    binary = ["--no-binary", ":all:"] if source else ["--only-binary", ":all:"]
+    # Only the package itself comes as source: what builds it would take ten minutes to compile.
+    binary = ["--no-binary", re.split("[<>=!~]", requirement)[0]] if source else ["--only-binary", ":all:"]
     _run([sys.executable, "-m", "pip", "download", "--no-deps", *binary, "-d", str(folder), requirement], folder)
 
 
