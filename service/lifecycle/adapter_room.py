@@ -79,6 +79,8 @@ async def _wait_for_one(adapters: Sequence[Model]) -> None:
     end = time.monotonic() + _SECONDS
     while all(one.users for one in adapters) and (left := end - time.monotonic()) > 0:
         waits = [asyncio.create_task(one.unused.wait()) for one in adapters]
-        await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        try:
+            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # the load may be given up
+            for wait in waits:
+                wait.cancel()

@@ -18,9 +18,9 @@ from triptych.model.api.stats import EngineStats, ModelInfo
 from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service import app as application
-from triptych.service.core.models import ServedModel
+from triptych.service.core.models import Model, Origin, ServedModel
 from triptych.service.core.models_folder import AdaptersFolder, ModelsFolder
-from triptych.service.lifecycle import folder_watch
+from triptych.service.lifecycle import adapter_room, folder_watch
 from triptych.service.lifecycle import state as service_state
 from triptych.service.settings.service_settings import Limits
 
@@ -199,6 +199,21 @@ def test_a_model_that_an_operator_withdraws_is_loaded_no_more(folder: Path) -> N
         assert (await generate(client, "new")).status_code == 404
 
     run(app, work)
+
+
+def test_a_load_that_is_given_up_leaves_no_wait_for_adapters() -> None:
+    async def work() -> None:
+        model = Model(ModelSpec("one", "/one", adapter_of="base"), Origin.REQUEST, pinned=False)
+        with model.in_use():
+            waiting = asyncio.create_task(adapter_room._wait_for_one([model]))
+            while len(asyncio.all_tasks()) < 3:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(work())
 
 
 def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
