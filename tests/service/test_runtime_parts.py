@@ -140,6 +140,7 @@ def test_two_services_under_ray_do_not_share_what_survives_a_restart(
     no_ray_settings: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one, other = (ServeConfig(SPECS, ServiceSettings(state_dir=str(tmp_path / name))) for name in ("a", "b"))
+    no_ray_settings.setitem(os.environ, MULTIPROCESS_FOLDER, str(tmp_path / "metrics"))  # else made in /tmp again
     with environment.prepared(one):
         with environment.prepared(other):
             pass
