@@ -336,6 +336,8 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
         head: list[str] = []
         if (yield from reader.until("<|message|>", emit=head.append)) is None:
             if end != "<|start|>" and not _HEADER.match("".join(head)):
+                if said == sink.reasoning:
+                    sink.end_reasoning()
                 sink.content(reader.recorded())
             return
         reader.drop_record()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triptych.service.chat.argument_values import Values
@@ -147,7 +147,8 @@ def marked_arguments(
     opening, after = syntax.before.strip(), syntax.after.strip()
     between, _, rest = syntax.between.partition(KIND)
     name_end, *more = between.split()
-    given = dict[str, None]()
+    others = _Others(opening, name_end, set(values.names), max(map(len, values.names), default=0))
+    before = "{"
     while True:
         yield from reader.skip_spaces()
         if (yield from reader.accept(opening)) is None:
@@ -160,10 +161,10 @@ def marked_arguments(
             yield from reader.until(rest.strip(), emit=kind.append)
         elif rest:  # some models leave it out
             yield from reader.accept(rest.strip().removeprefix(name_end))
-        sink.arguments(", " if given else "{")
+        sink.arguments(before)
+        before = ", "
         name = "".join(key).strip()
-        given[name] = None
-        others = _Others(opening, name_end, values.names - given.keys())
+        others.names.discard(name)
         text = yield from _value(reader, after, others, end)
         if syntax.between.endswith("\n"):
             text = text.removeprefix("\n")
@@ -172,16 +173,26 @@ def marked_arguments(
         is_string = "".join(kind) == syntax.text_kind if has_kind else None
         value = values.json(name, text, is_string=is_string, is_held=end is None)
         sink.arguments(f"{json.dumps(name, ensure_ascii=False)}: {value}")
-    sink.arguments("}" if given else "{}")
+    sink.arguments("{}" if before == "{" else "}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Others:
     """How the arguments begin that were not given yet."""
 
     opening: str
     name_end: str
-    names: Set[str]
+    names: set[str]
+    longest: int  # characters of a name
+
+    def follow(self, reader: Reader) -> Steps[bool]:
+        """Return whether the name of one of them follows, with its end."""
+        most = self.longest + len(self.name_end)
+        while True:
+            at = reader.text.find(self.name_end, 0, most)
+            if at >= 0 or len(reader.text) >= most or reader.ended:
+                return at >= 0 and reader.text[:at] in self.names
+            yield
 
 
 def _value(reader: Reader, after: str, others: _Others, end: CallEnd | None) -> Steps[str]:
@@ -191,7 +202,7 @@ def _value(reader: Reader, after: str, others: _Others, end: CallEnd | None) -> 
     while (mark := (yield from reader.until(*marks, emit=pieces.append))) is not None and mark != after:
         reader.record(mark)
         if mark == others.opening:
-            is_end = (yield from reader.coming(*(f"{name}{others.name_end}" for name in others.names))) is not None
+            is_end = yield from others.follow(reader)
         else:
             is_last = (yield from reader.skip_spaces()) == ""
             is_end = is_last or (yield from reader.coming(*(end.following if end else ()))) is not None

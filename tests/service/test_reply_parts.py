@@ -230,6 +230,7 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ("harmony", " to=f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [F])),
     ("harmony", "<|channel|>commentary to=browser.open<|message|>{}<|call|>", ("", "{}", [])),
     ("harmony", "<|channel|>analysis<|message|>hm \n<|end|>Hi", ("hm", "Hi", [])),
+    ("harmony", "<|channel|>analysis<|message|>hm \n<|end|><b>Hi", ("hm", "<b>Hi", [])),
     (
         "harmony",
         "<|channel|>commentary<|message|>See.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
@@ -671,6 +672,16 @@ def test_a_whole_reply_of_marks_costs_no_more_than_text(name: str, mark: str, be
     """A client can make a model write one token again and again: the event loop must not wait for it."""
     began = time.thread_time()
     ReplyParser(format_of(name)).whole(begun + mark * (600_000 // len(mark)))
+    assert time.thread_time() - began < 2
+
+
+def test_many_arguments_cost_no_more_than_text() -> None:
+    properties = {f"argument_{at}": {"type": "string"} for at in range(2_000)}
+    format = ReplyFormat(calls=TOOL_FORMATS["qwen3_coder"], tools={"f": Tool("f", None, {"properties": properties})})
+    given = "".join(f"<parameter={at}>1</parameter>" for at in range(20_000))
+    began = time.thread_time()
+    for text in (given, "<parameter=a>" + "<parameter=argument_" * 10_000):
+        ReplyParser(format).whole("<tool_call><function=f>" + text)
     assert time.thread_time() - began < 2
 
 
