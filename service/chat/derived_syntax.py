@@ -139,8 +139,8 @@ def _arguments(text: str, place: _Place) -> tuple[ArgumentSyntax | None, str] | 
             return None
         text_kind, other_kind, between = kinds
         other_kinds = (other_kind,)
-    if not before.strip() or not between.strip():
-        return None
+    if not before.strip() or not between.partition(KIND)[0].strip():
+        return None  # no mark begins an argument, or ends its name
     after = middle[: len(middle) - len(before)]
     arguments = ArgumentSyntax(before, between, after, text_kind=text_kind, other_kinds=other_kinds)
     return arguments, gap[: len(gap) - len(before)]

@@ -76,6 +76,8 @@ def test_values_become_settings_of_the_service() -> None:
     assert {(spec.engine.device, spec.engine.tensor_parallel_size) for spec in found.models} == {("cuda", 2)}
     assert found.settings.drain_timeout_s == 45
     assert found.settings.log_format == "plain"  # which the chart sets too
+    for nothing in (None, {"drain-timeout": None, "stream_stall_s": None}):  # Helm takes null for no value
+        assert config(helm.render(values | {"config": nothing})).settings.drain_timeout_s == 45
 
 
 def test_a_variable_of_the_image_does_not_win_over_the_chart() -> None:

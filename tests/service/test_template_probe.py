@@ -319,6 +319,13 @@ def test_tools_are_refused_where_no_call_can_be_read_back() -> None:
     }
 
 
+def test_a_template_without_a_mark_after_names_of_arguments_is_read() -> None:
+    types = "{{ 'string' if v is string else 'number' }}"
+    keys = "{% for k, v in f.arguments.items() %}<a>{{ k }} " + types + ">{{ v }}</a>{% endfor %}"
+    chat = found(template("", "<call>{{ f.name + '\n' }}" + keys + "</call>"))
+    assert "of no known format" in chat.traits.tools_problem
+
+
 def bare_model(tmp_path: Path) -> Path:
     """Write a folder that `read_model` reads: a config.json, and weights that are not read."""
     folder = tmp_path / "folder"

@@ -43,7 +43,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $found | uniq | toJson }}
 {{- end }}
 
-{{/* The file of `triptych serve --config`: what other values say, then `config`, which wins in either spelling of a name. */}}
+{{/* The file of `triptych serve --config`: what other values say, then `config`, which wins in either spelling of a name; null is no value. */}}
 {{- define "triptych.config" -}}
 {{- $made := dict "api_key_file" "/run/secrets/triptych/api_keys" "drain_timeout" .Values.drainSeconds "log_format" "json" }}
 {{- if .Values.keys.admin }}{{ $_ := set $made "admin_key_file" "/run/secrets/triptych/admin_keys" }}{{ end }}
@@ -60,8 +60,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $_ := set $made "weights_cache_size" .modelsDir.weightsCacheSize }}
 {{- end }}
 {{- end }}
-{{- range $name, $value := deepCopy .Values.config }}
-{{- $_ := set $made (replace "-" "_" $name) $value }}
+{{- range $name, $value := .Values.config }}
+{{- if not (kindIs "invalid" $value) }}{{ $_ := set $made (replace "-" "_" $name) $value }}{{ end }}
 {{- end }}
 {{- toYaml $made }}
 {{- end }}
