@@ -11,16 +11,16 @@ _AFTER_ANALYSIS = ("<|channel|>final", "<|channel|>commentary")  # marks that en
 _WINDOW = 256  # tokens that are decoded together, so that each is decoded about once
 
 
-def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokenizer, *, has_calls: bool) -> int:
     """Return the number of tokens of a reply up to the end of its reasoning, including the marks.
 
-    Reasoning that is not closed ends at a call, or with the reply.
+    Reasoning that is not closed ends at a call, if there is one, or with the reply.
     """
     if format.reasoning is None:
         return 0
     marks = (format.reasoning.closing,) if format.reasoning.closing else _AFTER_ANALYSIS
     found = _up_to(marks, ids, tokenizer)
-    if found is None and format.calls is not None and format.calls.syntax.trigger:
+    if found is None and has_calls and format.calls is not None and format.calls.syntax.trigger:
         found = _up_to((format.calls.syntax.trigger,), ids, tokenizer)
     return len(ids) if found is None else found
 

@@ -18,7 +18,7 @@ def file_bytes(value: str, param: str, code: str) -> bytes:
         value = value.lstrip()
     head, separator, data = value.partition(",") if value[:5].lower() == "data:" else ("", ",", value)
     if head and not (separator and head.lower().endswith(";base64")):
-        raise invalid(f"{param}: a data URL must have the form data:image/png;base64,DATA", param, code)
+        raise invalid(f"{param}: a data URL must have the form data:TYPE;base64,DATA", param, code)
     if head and "%" in data:
         for escape, one in _ESCAPED.items():
             data = data.replace(escape, one).replace(escape.lower(), one)

@@ -102,8 +102,9 @@ class BlockRendering(NamedEvents):
     @property
     def _reasoning_tokens(self) -> int:
         tokenizer = self._generation.plan.served.tokenizer
-        reasoned = any(block.kind == "reasoning" for block in self.blocks)
-        return reasoning_tokens(self._format, self._ids, tokenizer) if reasoned and tokenizer is not None else 0
+        if tokenizer is None or not any(block.kind == "reasoning" for block in self.blocks):
+            return 0
+        return reasoning_tokens(self._format, self._ids, tokenizer, has_calls=self._parser.has_calls)
 
     @abstractmethod
     def _begin(self, block: Block) -> Iterable[Json]:

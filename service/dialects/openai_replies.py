@@ -248,7 +248,10 @@ class ChatCompletions(_Rendering):
         usage, tokenizer = super()._usage(native), self._generation.plan.served.tokenizer
         if self._format.reasoning is None or tokenizer is None:
             return usage
-        counts = [reasoning_tokens(self._format, self._ids[index], tokenizer) for index in self._reasoned]
+        counts = [
+            reasoning_tokens(self._format, self._ids[index], tokenizer, has_calls=self._parsers[index].has_calls)
+            for index in self._reasoned
+        ]
         details = usage.get("completion_tokens_details", {}) | {"reasoning_tokens": sum(counts)}
         return usage | {"completion_tokens_details": details}
 

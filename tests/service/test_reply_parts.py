@@ -511,8 +511,17 @@ def test_reasoning_is_counted_by_decoding_each_token_about_once(place: int, clos
     said = "x" * place + "</think>" * closed
     ids = tokenizer.encode(said + "y" * 700, add_special_tokens=False).ids
     format = ReplyFormat(reasoning=REASONING_FORMATS["think"])
-    assert reasoning_tokens(format, ids, tokenizer) == (len(said) if closed else len(ids))
+    counted = reasoning_tokens(format, ids, tokenizer, has_calls=False)
+    assert counted == (len(said) if closed else len(ids))
     assert decoded[0] < 1.1 * len(ids) + 4 * 256
+
+
+def test_a_mention_of_a_call_does_not_end_the_reasoning_that_is_counted() -> None:
+    tokenizer = byte_tokenizer()
+    for text, count in (("a <tool_call> b", 15), ('ab<tool_call>{"name": "f"}', 13)):
+        has_calls = bool(ReplyParser(format_of("hermes")).whole(f"<think>{text}").calls)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert reasoning_tokens(format_of("hermes"), ids, tokenizer, has_calls=has_calls) == count
 
 
 JSON_TEXTS = [
