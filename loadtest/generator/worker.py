@@ -12,7 +12,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -81,8 +81,7 @@ class Driver:
 
     async def _open(self, client: Client) -> None:
         for index, at in self._due:
-            while (wait_s := at - client.now()) > 0:
-                await asyncio.sleep(wait_s)
+            await wait_until(at, client.now)
             self._start(self._item(client, index, at))
 
     async def _closed(self, client: Client) -> None:
@@ -115,7 +114,7 @@ class Driver:
             at = record.ended + item.turns[number + 1].think_s
             if 0 < self._settings.duration_s <= at:
                 return  # the drain is no load: its few requests would be quick ones
-            await asyncio.sleep(at - client.now())
+            await wait_until(at, client.now)
             begun = client.now()
 
     async def _request(self, client: Client, record: Record, item: Item, history: list[str]) -> str:
@@ -139,6 +138,12 @@ class Driver:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def wait_until(at: float, now: Callable[[], float]) -> None:
+    """Wait until it is `at` by `now`. uvloop's timers have whole milliseconds and can fire half of one too early."""
+    while (wait_s := at - now()) > 0:
+        await asyncio.sleep(wait_s)
 
 
 def _share(total: int, number: int, workers: int) -> int:
@@ -198,7 +203,7 @@ async def work() -> None:
         return
     cpu_before = time.process_time()
     now = clock(go.start)
-    await asyncio.sleep(-now())
+    await wait_until(0.0, now)
     run = asyncio.create_task(driver.run(Client(settings, connections, now)))
     beats: list[float] = []
     helpers = [asyncio.create_task(_stop_when_told(reader, run)), asyncio.create_task(_heartbeat(beats))]
