@@ -1,6 +1,6 @@
 """Audio files to mono samples at a model's rate, within bounds.
 
-The format is known by the first bytes alone, or those after a tag of ID3. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are
+The format is known by the first bytes alone, or those after tags of ID3. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are
 decoded by libsndfile (the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the
 package av, the optional extra `audio`), with the one demultiplexer for that format: playlists and other formats that
 name further files or addresses are never opened.
@@ -95,7 +95,7 @@ def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float
         return _container_blocks(data, "mp4", "MP4", limits)
     if data[:4] == b"\x1a\x45\xdf\xa3":
         return _container_blocks(data, "matroska", "WebM", limits)
-    sound = data[_tag_size(data) :]
+    sound = data[_tags_size(data) :]
     head = sound[:4].ljust(4, b"\0")
     if head == b"fLaC":
         return _sound_file_blocks(sound, "FLAC", limits)
@@ -108,37 +108,43 @@ def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float
     )
 
 
-def _tag_size(data: bytes) -> int:
-    """Return how many bytes a tag of ID3 takes that stands before the sound: a title, a picture; 0: there is none."""
-    if data[:3] == b"TAG":  # ID3v1, at the end of the first of joined files
-        return 128
-    if data[:3] != b"ID3" or len(data) < 10:
-        return 0
-    size = sum((one & 0x7F) << 7 * place for place, one in enumerate(data[9:5:-1]))
-    return 10 + size + 10 * bool(data[5] & 0x10)
+def _tags_size(data: bytes) -> int:
+    """Return how many bytes the tags of ID3 take that stand before the sound: titles, pictures; 0: there are none."""
+    at = 0
+    while True:
+        if data[at : at + 3] == b"TAG":  # ID3v1, at the end of the first of joined files
+            at += 128
+        elif data[at : at + 3] == b"ID3" and len(data) >= at + 10:
+            size = sum((one & 0x7F) << 7 * place for place, one in enumerate(data[at + 9 : at + 5 : -1]))
+            at += 10 + size + 10 * bool(data[at + 5] & 0x10)
+        else:
+            return at
 
 
 def _ogg_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
     """Read the links of a chain one after the other, as recordings of a radio have them: libsndfile reads the first."""
-    starts = _ogg_links(data)
-    for start, end in pairwise((*starts, len(data))):
-        try:
-            yield from _sound_file_blocks(data[start:end], "Ogg", limits)
-        except AudioError:
-            if start == starts[0] or start != starts[-1]:  # the last one may be cut off in its header
-                raise
+    for link in _ogg_links(data):
+        yield from _sound_file_blocks(data[link], "Ogg", limits)
 
 
-def _ogg_links(data: bytes) -> list[int]:
-    """Return where links begin: with one or several pages that begin streams, after others."""
-    starts, at, begins = list[int](), 0, False
-    while data[at : at + 4] == b"OggS" and len(data) > at + 27:
-        before, begins = begins, bool(data[at + 5] & 2)
+def _ogg_links(data: bytes) -> list[slice]:
+    """Return the links: each begins with one or several pages that begin streams, after others.
+
+    Those without a whole page of sound are left out: a radio that reconnects, or a recording that is cut off.
+    """
+    starts, with_sound, at, begins = list[int](), set[int](), 0, False
+    while data[at : at + 4] == b"OggS":
+        head = data[at : at + 27].ljust(27, b"\0")
+        before, begins = begins, bool(head[5] & 2)
         if not starts or (begins and not before):
             starts.append(at)
-        table = data[at + 27 : at + 27 + data[at + 26]]
-        at += 27 + len(table) + sum(table)
-    return starts or [0]
+        samples = int.from_bytes(head[6:14], "little", signed=True)  # up to here; in headers 0
+        table = data[at + 27 : at + 27 + head[26]]
+        at += 27 + head[26] + sum(table)
+        if samples > 0 and at <= len(data):
+            with_sound.add(starts[-1])
+    links = (slice(start, end) for start, end in pairwise((*starts, len(data))) if start in with_sound)
+    return [*links] or [slice(None)]
 
 
 def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
@@ -156,7 +162,7 @@ def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.f
                 raise
             return
         left = whole[used:]
-        left = left[_tag_size(left) :]
+        left = left[_tags_size(left) :]
         if len(left) >= len(rest) or not _begins_with_mp3(left):
             return
         rest = left

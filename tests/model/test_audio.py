@@ -351,12 +351,19 @@ def test_mp3_without_its_length_is_read_to_its_end() -> None:
         assert abs(np.abs(samples[-RATE // 2 :]).max() - np.abs(parts[1]).max()) < 0.3
 
 
-@pytest.mark.parametrize("between", [b"", tag(3000), b"TAG" + bytes(125)], ids=["nothing", "ID3v2", "ID3v1"])
+ID3V1 = b"TAG" + bytes(125)
+
+
+@pytest.mark.parametrize(
+    "between", [b"", tag(3000), ID3V1, ID3V1 + tag(10) + tag(3000)], ids=["nothing", "ID3v2", "ID3v1", "several"]
+)
 def test_mp3_files_that_were_joined_are_read_to_the_end(between: bytes) -> None:
     first, second = mp3(tone(2.0, 48_000)), mp3(tone(1.0, 24_000), 24_000)
     samples = decode_audio(first + between + second, RATE, LIMITS)
     assert abs(len(samples) - 3 * RATE) < 2000
     assert np.argmax(np.abs(np.fft.rfft(samples[-RATE // 2 - 1000 : -1000]))) == 440 // 2
+    behind = decode_audio(between + without_first_frame(first), RATE, LIMITS)
+    assert abs(len(behind) - 2 * RATE) < 2000
     with pytest.raises(AudioError, match="longer than"):
         decode_audio(mp3(tone(12.0, 48_000)) * 2, RATE, LIMITS)
 
@@ -374,6 +381,19 @@ def test_a_chain_of_ogg_is_read_to_its_last_link(subtype: str) -> None:
         decode_audio(links[0] + links[1][:28] + bytes(8) + links[1][36:] + links[2], RATE, LIMITS)
     with pytest.raises(AudioError, match="longer than"):
         decode_audio(audio_file(tone(8.0), form="OGG", subtype=subtype) * 3, RATE, LIMITS)
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_links_of_ogg_without_sound_are_passed_over(subtype: str) -> None:
+    """A radio that reconnects leaves such; libsndfile refuses those of Opus, and links that they follow."""
+    link, silent = (audio_file(tone(seconds), form="OGG", subtype=subtype) for seconds in (0.5, 0.0))
+    begun = silent[: silent.index(b"OggS", silent.index(b"OggS", 4) + 4)] if subtype == "VORBIS" else silent
+    for without in (silent, begun):
+        for file, count in ((link + without + link, 2), (without + link, 1), (link + without, 1)):
+            assert abs(len(decode_audio(file, RATE, LIMITS)) - count * RATE / 2) < 500
+    for size in range(1, len(link), 7):  # wherever a recording is cut off
+        found = decode_audio(link + link[:size], RATE, LIMITS)
+        assert RATE / 2 - 500 < len(found) < RATE + 500
 
 
 def test_a_stream_may_change_its_rate() -> None:
