@@ -15,8 +15,7 @@ from typing import Any
 from triptych.model.errors import ConfigError
 
 MOST_BYTES = 128 << 20  # the largest file that is read whole; the largest published tokenizer.json has 33 MB
-# The escape of half a character without its other half, if it is no escaped backslash.
-_HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of half a character; the other half may follow
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _KINDS = {
     stat.S_IFDIR: "a folder",

@@ -326,6 +326,7 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
         ("bert", "tokenizer_config.json", b'{"tokenizer_class": "CTRLTokenizer"}', "of class 'CTRL' needs tokenizer"),
         ("bert", "tokenizer_config.json", b"{", r"tokenizer_config\.json is not valid JSON"),
         ("bert", "tokenizer_config.json", rb'{"eos_token": "\ud800"}', r"_config\.json is not valid JSON: .*ud800"),
+        ("bert", "tokenizer_config.json", rb'{"a": "\\ud83d\ude00"}', r"_config\.json is not valid JSON: .*ude00"),
         ("llama", "config.json", b'{"model_type": "new"}', None),
     ],
 )
