@@ -201,7 +201,7 @@ async def test_unread_stream_is_cancelled_beyond_max_unread_bytes(brake: Brake) 
 @async_test
 async def test_all_received_frames_are_applied_before_the_next_step(brake: Brake) -> None:
     brake.seconds = 0.1
-    async with served(LLAMA, max_num_seqs=4, max_queued_requests=100) as engine:
+    async with served(LLAMA, max_num_seqs=4, max_queued_requests=100, max_queue_seconds=600.0) as engine:
         streams = []
         for at in range(40):
             streams.append(engine.submit([endless(f"r{at}")]))

@@ -66,6 +66,7 @@ def test_throughput_is_that_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("clients", [Clients(), Clients(max_concurrency=1)], ids=["sent in time", "could not be sent"])
+@in_several_tries
 def test_a_stall_shows_in_every_request_that_was_due_in_it(clients: Clients) -> None:
     """Coordinated omission: with one connection only one request sees the stall, but twenty were due in it."""
     with serving(STALLED) as server:
