@@ -11,7 +11,7 @@ from triptych.model.api.request import FinishReason, Request
 from triptych.model.api.sampling_params import Probe
 from triptych.model.errors import EngineError, QueueFullError
 from triptych.service.core.engine_client import EngineClient, GenerationStream
-from triptych.service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
+from triptych.service.core.errors import REFUSALS, ApiError, cancelled, deadline_passed, engine_failed, engine_refusal
 from triptych.service.core.request_context import RequestContext
 from triptych.service.lifecycle.jobs import Job, Jobs, combined_outcome
 from triptych.service.planning.requests import engine_id
@@ -54,6 +54,10 @@ class LabelProbes:
             if self._job is not None:
                 self._job.end(FinishReason.ERROR)
             raise engine_failed() from None
+        except Exception as error:
+            if self._job is not None and not isinstance(error, ApiError):
+                self._job.fail()
+            raise
         finally:
             if self._job is not None:
                 await self._job.aclose()

@@ -169,7 +169,7 @@ def test_a_server_that_describes_itself_strangely_is_measured(described: str, tm
     with serving(Script(described=described, metrics="<html>\nno metrics")) as server:
         code, out, err = here(*run_of(server.url, tmp_path), "--requests", "2")
     assert code == 0, err
-    assert last(out)["counts"]["ok"] == 2
+    assert last(out)["counts"]["ok"] == 2, (last(out)["counts"], last(out)["errors"])
 
 
 def test_output_files_of_a_run(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from triptych.service.app import create_app
 from triptych.service.core.models import Models
 from triptych.service.dialects import decisions
 from triptych.service.dialects.decision_bodies import DecisionBody
+from triptych.service.routes import label_probes
 from triptych.service.runtimes.model_reader import read_model
 from triptych.service.settings.service_settings import ServiceSettings
 
@@ -248,6 +249,23 @@ def test_what_ends_in_the_middle_frees_everything(client: openai.OpenAI, ends: s
         return bool(left) and {*map(float, left + used)} == {0.0}
 
     asyncio.run(until(freed))
+
+
+def test_a_fault_counts_as_an_error(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error budget is to know of it, as of other requests that end so."""
+
+    def errors() -> float:
+        metrics = httpx.get(str(client.base_url).replace("v1/", "metrics")).text
+        [found] = re.findall(
+            r'^triptych_requests_total\{model="chat",outcome="error",task="generate"\} (\S+)', metrics, re.M
+        )
+        return float(found)
+
+    before = errors()
+    monkeypatch.setattr(label_probes.Job, "observe", lambda *_: 1 / 0)
+    body = {"model": "chat", "input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}
+    assert httpx.post(f"{client.base_url}decisions", json=body).status_code == 500
+    assert errors() > before
 
 
 def test_messages_calls_and_outputs(client: openai.OpenAI) -> None:
