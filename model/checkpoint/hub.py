@@ -79,21 +79,37 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
         return _download(found, (*small, *ADAPTER_WEIGHTS), max_bytes) if absent else folder
     if pickle:
         folder = _download(found, (*small, *PICKLES), max_bytes)
+        if further := _indexed(folder, PICKLES):  # bloom has pytorch_model_00001-of-00072.bin
+            return _download(found, (*small, *PICKLES, *map(escape, further)), max_bytes)
     weights = (*MODULE_SAFETENSORS, *((*PICKLES, *MODULE_PICKLES) if pickle else ()))
     return folder if _has_any(folder, weights) or not _gguf_files(found)[1] else _gguf(found, max_bytes)
 
 
 def _named_weights(folder: Path) -> list[str]:
-    """Return the files of weights that config.json or an index names, other than those with a usual name."""
+    """Return the safetensors files that config.json or an index names, other than those with a usual name."""
     named = read_json(folder / "config.json").get("transformers_weights")
-    if named is None and (folder / SAFETENSORS[0]).exists():
-        return []
-    index, found = f"{SAFETENSORS[0]}{_INDEX}" if named is None else named, [named]
-    if _is_name(index) and index.endswith(_INDEX):
-        listed = read_json(folder / index).get("weight_map")
-        found = [*listed.values()] if isinstance(listed, dict) else []
-    names = {one for one in found if _is_name(one) and one.endswith(".safetensors")}
-    return sorted(one for one in names if not any(fnmatchcase(one, usual) for usual in SAFETENSORS))
+    if named is None:
+        return _indexed(folder, SAFETENSORS)
+    has_index = _is_name(named) and named.endswith(_INDEX)
+    return _unusual(_shards(folder / named) if has_index else [named], SAFETENSORS)
+
+
+def _indexed(folder: Path, usual: tuple[str, ...]) -> list[str]:
+    """Return the files that the usual index names, other than those with a usual name; none if one file is whole."""
+    whole = folder / usual[0]
+    return [] if whole.exists() else _unusual(_shards(whole.with_name(f"{whole.name}{_INDEX}")), usual)
+
+
+def _shards(index: Path) -> list[Any]:
+    shards = read_json(index).get("weight_map")
+    return [*shards.values()] if isinstance(shards, dict) else []
+
+
+def _unusual(names: Iterable[object], usual: tuple[str, ...]) -> list[str]:
+    """Return the names with the ending of the usual ones that these patterns do not take."""
+    ending = PurePosixPath(usual[0]).suffix
+    found = {one for one in names if _is_name(one) and one.endswith(ending)}
+    return sorted(one for one in found if not any(fnmatchcase(one, pattern) for pattern in usual))
 
 
 def _is_name(value: object) -> TypeGuard[str]:

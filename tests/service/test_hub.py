@@ -149,7 +149,12 @@ def test_weights_of_other_names_are_downloaded_where_the_folder_names_them(
         more = {"half.safetensors.index.json": index("half.safetensors", "../x.safetensors", "a\0b.safetensors")}
         served.publish(f"org/{named}", bare | others | more | {"config.json": said})
     served.publish("org/parts", bare | others | {"model.safetensors.index.json": index("half.safetensors")})
+    shards = {"pytorch_model_1.bin": b"x", "other.bin": b"x"}
+    served.publish("org/bins", bare | shards | {"pytorch_model.bin.index.json": index("pytorch_model_1.bin")})
     client = Client(url, tmp_path)
+    for pickle in (False, True):
+        [(_, there)] = client.resolve_each(("hf:org/bins", pickle))
+        assert ("pytorch_model_1.bin" in there) is pickle and "other.bin" not in there
     asked = [(f"hf:org/{name}", True) for name in ("half.safetensors", "half.safetensors.index.json", "parts")]
     for _, there in client.resolve_each(*asked):
         assert "half.safetensors" in there and "other.safetensors" not in there
