@@ -41,6 +41,6 @@ def _decoded(text: str) -> bytes:
         end = len(part) - len(part) % 4
         pieces.append(base64.b64decode(part[:end], validate=True))
         is_padded, rest = is_padded or part[:end].endswith("="), part[end:]
-    if rest:
+    if rest and (is_padded or rest not in ("=", "==")):  # padding that is not needed is taken, as by Python
         raise ValueError("base64 is cut off")
     return b"".join(pieces)

@@ -38,10 +38,28 @@ def test_lines_of_base64_may_be_broken_anywhere() -> None:
     assert file_bytes(base64.b64encode(LARGE).decode(), "audio", "invalid_audio") == LARGE
 
 
+@pytest.mark.parametrize("more", ["=", "==", "=\n="])
+def test_padding_that_is_not_needed_is_taken(more: str) -> None:
+    """Some programs write two signs at the end of everything."""
+    assert file_bytes(base64.b64encode(LARGE[:999_999]).decode() + more, "url", "invalid_image") == LARGE[:999_999]
+
+
 @pytest.mark.parametrize(
     "made",
     [
-        *("data:,A", "data:image/png,A", "data:base64,AAAA", "%41AAA", "data:;base64,%zz", "AAA", "A", "AA==AAAA"),
+        *(
+            "data:,A",
+            "data:image/png,A",
+            "data:base64,AAAA",
+            "%41AAA",
+            "data:;base64,%zz",
+            "AAA",
+            "A",
+            "AA==AAAA",
+            "AA===",
+            "AAAA===",
+            "AAAA=A",
+        ),
         *("https://a.b/c.png", "é" * 4, "A" * (1 << 20) + "AA==AAAA", "A" * ((1 << 20) - 4) + "AA==AAAA"),
     ],
     ids=lambda made: made[-30:],
