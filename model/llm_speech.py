@@ -39,11 +39,13 @@ def samples_of(audio: str | Path | bytes | NDArray[np.float32], rate: int) -> ND
 def _checked(samples: NDArray[Any]) -> NDArray[np.float32]:
     """Return samples of a caller; raises `ConfigError` for what other libraries return and is no such sound."""
     if samples.dtype.kind != "f" or samples.ndim != 1:
-        found = f"{samples.dtype} of shape {samples.shape}"
-        raise ConfigError(f"audio: samples must be mono, [n], and floating-point numbers from -1 to 1, found {found}")
-    if not len(samples) or not np.isfinite(samples).all():
-        raise ConfigError("audio: there are no samples" if not len(samples) else "audio: samples are no numbers")
-    return samples.astype(np.float32, copy=False)
+        told = f"{samples.dtype} of shape {samples.shape}"
+        raise ConfigError(f"audio: samples must be mono, [n], and floating-point numbers from -1 to 1, found {told}")
+    with np.errstate(over="ignore"):  # what becomes too large for float32 is refused
+        found = samples.astype(np.float32, copy=False)
+    if not len(found) or not np.isfinite(found).all():
+        raise ConfigError("audio: samples are no numbers" if len(found) else "audio: there are no samples")
+    return found
 
 
 def transcribe(

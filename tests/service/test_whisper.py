@@ -152,6 +152,7 @@ def test_samples_are_mono_and_floating_point(llm: LLM) -> None:
         ((samples * 32767).astype(np.int16), r"int16 of shape \(16000,\)"),
         (samples[:0], "there are no samples"),
         (np.full(100, np.nan, np.float32), "samples are no numbers"),
+        (np.full(100, 1e300), "samples are no numbers"),  # in float32
     ):
         with pytest.raises(ConfigError, match=words):
             llm.transcribe(wrong, greedy)
