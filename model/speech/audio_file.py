@@ -169,9 +169,10 @@ def _mp3_blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.f
 
 
 def _with_any_length(data: bytes) -> bytes:
-    """Return MP3 whose first frame says how many follow, at most as many as can be.
+    """Return MP3 that says how many frames it has; one that does not gets a first frame with the largest number.
 
-    Without it libsndfile guesses by the size of the first frame, and stops there: loud music before speech hides it.
+    Otherwise libsndfile divides the file's size by that of its first frame, and reads no more frames than that. Of a
+    variable bit rate these are too few if the first frame is larger than most.
     """
     is_layer_3 = _begins_with_mp3(data) and data[1] & 6 == 2
     if not is_layer_3 or re.search(b"Xing|Info|VBRI", data[:200]):
